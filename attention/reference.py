@@ -1,0 +1,104 @@
+"""Attention in plain torch, in fp32: the backend that every other one is tested against."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.backend import HeadLayout
+from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+
+QUERY_TILE = 256  # query tokens whose scores are held at once, which bounds the memory of a long chunk
+
+
+class ReferenceBackend:
+    """Exact and readable. Prefill goes chunk by chunk; decodes go together, padded to the longest context."""
+
+    name = "reference"
+
+    def __init__(self, layout: HeadLayout, scale: float) -> None:
+        self.layout = layout
+        self.scale = scale
+
+    def write(
+        self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+    ) -> None:
+        for tensor, pages in zip((key, value), cache, strict=True):
+            pages.view(-1, *pages.shape[2:])[slots] = tensor
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+        window: int | None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(query)
+        split = metadata.num_prefill_tokens
+        if metadata.prefill:
+            self._prefill(query[:split], cache, metadata.prefill, window, out[:split])
+        if metadata.decode:
+            self._decode(query[split:], cache, metadata.decode, window, out[split:])
+        return out
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        part: PrefillMetadata,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        start = 0
+        for row, (query_len, seq_len) in enumerate(zip(part.query_lens, part.seq_lens, strict=True)):
+            keys, values = (_gather(pages, part.block_table[row : row + 1], seq_len) for pages in cache)
+            positions = torch.arange(seq_len - query_len, seq_len, device=query.device).unsqueeze(0)
+            for first in range(0, query_len, QUERY_TILE):
+                tile = slice(start + first, start + min(first + QUERY_TILE, query_len))
+                visible = _visible(positions[:, first : first + QUERY_TILE], seq_len, window)
+                out[tile] = self._softmax_attention(query[tile].unsqueeze(0), keys, values, visible)[0]
+            start += query_len
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        part: DecodeMetadata,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        keys, values = (_gather(pages, part.block_table, part.max_seq_len) for pages in cache)
+        positions = (part.context_lens - 1).unsqueeze(1)
+        visible = _visible(positions, part.max_seq_len, window)
+        out.copy_(self._softmax_attention(query.unsqueeze(1), keys, values, visible)[:, 0])
+
+    def _softmax_attention(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """query [B, Q, heads, D], keys and values [B, K, kv_heads, D], visible [B, Q, K] -> [B, Q, heads, D]."""
+        batch, query_len, _, head_dim = query.shape
+        kv_heads, group = self.layout.num_kv_heads, self.layout.group_size
+        # Query heads of a group stand side by side as rows of one product with their key/value head.
+        q = query.float().view(batch, query_len, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(batch, kv_heads, group * query_len, head_dim)
+        k, v = (x.float().transpose(1, 2) for x in (keys, values))
+        scores = (q @ k.transpose(2, 3)).mul_(self.scale).view(batch, kv_heads, group, query_len, -1)
+        scores.masked_fill_(~visible[:, None, None], float("-inf"))
+        weights = scores.softmax(dim=-1).view(batch, kv_heads, group * query_len, -1)
+        # Unwritten cache memory may hold NaN, and 0 * NaN is NaN: keys that no query sees must not reach the product.
+        v = v.masked_fill(~visible.any(dim=1)[:, None, :, None], 0)
+        attended = (weights @ v).view(batch, kv_heads, group, query_len, head_dim)
+        return attended.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
+
+
+def _gather(pages: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """pages [blocks, block_size, kv_heads, D], block_table [B, n] -> [B, length, kv_heads, D]."""
+    needed = -(-length // pages.shape[1])
+    return pages[block_table[:, :needed].long()].flatten(1, 2)[:, :length]
+
+
+def _visible(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+    """positions [B, Q] of the queries -> [B, Q, length]: which keys each of them sees, in absolute positions."""
+    keys = torch.arange(length, device=positions.device)
+    distance = positions.unsqueeze(-1) - keys
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)

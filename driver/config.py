@@ -1,0 +1,107 @@
+"""The engine's configuration: one frozen object, validated once, where it enters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from workers.spec import DTYPES
+
+EXECUTORS = ("auto", "inline", "ray")
+DEVICES = ("auto", "cpu", "cuda")
+MAX_ASYNC_DEPTH = 2
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be honoured; the message names value and limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to run a model.
+
+    model: local folder, .gguf file, Hugging Face id, or `smollm2`.
+    tensor_parallel_size: number of ranks; it need not divide the model's heads.
+    executor: `inline` runs the one rank in this process, `ray` one actor per rank; `auto` takes inline for one rank.
+    device: `cpu`, `cuda`, or `auto` for CUDA where there is a GPU.
+    dtype: `float32`, `bfloat16`, `float16`, or `auto` for the model's own.
+    max_num_batched_tokens: token budget of a step; None means 2048 on CUDA and 512 on CPU.
+    max_num_seqs: requests that run at once.
+    max_model_len: prompt plus output tokens of a request; None means what the model was made for.
+    block_size: tokens per KV block.
+    attention_backend: a backend's name, or `auto`.
+    async_depth: steps in flight at once; 0 or 1 waits for each step's tokens before the next is planned.
+    kv_cache_gib: memory for each rank's KV cache in GiB; None means 2 on CPU and what is left on a GPU.
+    num_kv_blocks: exact number of KV blocks instead.
+    gpu_memory_utilization: share of each GPU's memory to use, in (0, 1].
+    ray_address: a Ray cluster's address, `local` for a private one, or `auto` for a running one, else a private one.
+    start_timeout_seconds: how long to wait for devices and for the ranks to meet.
+    step_timeout_seconds: how long one step may take before the engine gives up.
+
+    Raises ConfigError.
+    """
+
+    model: str
+    tensor_parallel_size: int = 1
+    executor: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    block_size: int = 16
+    attention_backend: str = "auto"
+    async_depth: int = 2
+    kv_cache_gib: float | None = None
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    ray_address: str = "auto"
+    start_timeout_seconds: float = 120.0
+    step_timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a name or a path, got {self.model!r}")
+        for name, choices in (("executor", EXECUTORS), ("device", DEVICES), ("dtype", ("auto", *DTYPES))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name, low, high in (
+            ("tensor_parallel_size", 1, 1024),
+            ("max_num_batched_tokens", 1, 1 << 20),
+            ("max_num_seqs", 1, 1 << 16),
+            ("max_model_len", 2, 1 << 24),
+            ("block_size", 1, 4096),
+            ("async_depth", 0, MAX_ASYNC_DEPTH),
+            ("num_kv_blocks", 1, 1 << 30),
+        ):
+            self._check_integer(name, low, high)
+        for name, high in (
+            ("kv_cache_gib", math.inf),
+            ("gpu_memory_utilization", 1.0),
+            ("start_timeout_seconds", math.inf),
+            ("step_timeout_seconds", math.inf),
+        ):
+            self._check_positive(name, high)
+        if self.executor == "inline" and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"the inline executor runs one rank, but tensor_parallel_size is {self.tensor_parallel_size}; use ray"
+            )
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.executor == "ray" or (self.executor == "auto" and self.tensor_parallel_size > 1)
+
+    def _check_integer(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        optional = type(self).__dataclass_fields__[name].default is None
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{name} must be an integer between {low} and {high}, got {value!r}")
+
+    def _check_positive(self, name: str, high: float) -> None:
+        value = getattr(self, name)
+        if value is None and type(self).__dataclass_fields__[name].default is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
+            raise ConfigError(f"{name} must be a number in (0, {high:g}], got {value!r}")

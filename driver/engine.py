@@ -1,0 +1,210 @@
+"""The engine loop: schedule, publish, take results, stream text.
+
+One thread owns the scheduler and everything about running requests. Other threads hand it commands and get their
+tokens through each request's sink. Up to `async_depth` steps are in flight: while the workers compute one, the next is
+planned, so that they never wait for the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from driver.executor import Executor, WorkerFailed
+from driver.text import TextStream
+from scheduler.frame import StepResult, encode_plan
+from scheduler.params import InvalidRequest
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("quadriga.engine")
+
+
+class EngineDead(RuntimeError):
+    """The engine has failed or is closed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one request: text and token ids since the last one, and how it ended if it did.
+
+    error: why it failed; set together with finish_reason "error".
+    at: `time.perf_counter()` when the engine had the token.
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    at: float
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+
+
+Sink = Callable[[Update], None]
+
+
+@dataclass(slots=True)
+class FrameSizes:
+    """Number and total size in bytes of the plans that carried prefill, and of those that did not."""
+
+    prefill_frames: int = 0
+    prefill_bytes: int = 0
+    decode_frames: int = 0
+    decode_bytes: int = 0
+
+    def count(self, frame: bytes, prefill: bool) -> None:
+        if prefill:
+            self.prefill_frames += 1
+            self.prefill_bytes += len(frame)
+        else:
+            self.decode_frames += 1
+            self.decode_bytes += len(frame)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine, its text so far, and where its updates go."""
+
+    request: Request
+    text: TextStream
+    sink: Sink
+
+
+@dataclass(slots=True)
+class Engine:
+    """Runs requests on an executor that has been started."""
+
+    executor: Executor
+    scheduler: Scheduler
+    async_depth: int
+    step_timeout_seconds: float
+    frames: FrameSizes = field(default_factory=FrameSizes)
+    _commands: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    _live: dict[str, _Live] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+    _closing: bool = False
+    _dead: Exception | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="quadriga-engine", daemon=True)
+        self._thread.start()
+
+    # ---- for any thread
+
+    def submit(self, request: Request, text: TextStream, sink: Sink) -> None:
+        """Hands over a request. Its sink is called from the engine's thread. Raises EngineDead."""
+        self._command(lambda: self._add(_Live(request, text, sink)))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with finish reason "abort"; one that has ended already, or never was, is left alone."""
+        try:
+            self._command(lambda: self._abort(request_id))
+        except EngineDead:
+            return  # its requests have ended with it
+
+    def close(self) -> None:
+        """Ends the loop; requests still running end with an error. The executor is left to its owner."""
+        self._closing = True
+        self.executor.wake()
+        if self._thread is not None:
+            self._thread.join(timeout=60)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._lock:  # a command must not slip in behind the thread's last look
+            if self._dead is not None:
+                raise EngineDead(f"the engine has stopped: {self._dead}") from self._dead
+            self._commands.put(command)
+        self.executor.wake()
+
+    # ---- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._take_commands()
+                self._publish_ahead()
+                result = self._receive()
+                if result is not None:
+                    self._take_result(result)
+            self._stop(EngineDead("it was closed"))
+        except Exception as error:
+            logger.error("the engine has failed: %s", error, exc_info=not isinstance(error, WorkerFailed))
+            self._stop(error)
+
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _publish_ahead(self) -> None:
+        scheduler = self.scheduler
+        while len(scheduler.in_flight) < max(1, self.async_depth):
+            plan = scheduler.schedule()
+            if plan is None:
+                return
+            frame = encode_plan(plan)
+            self.frames.count(frame, prefill=bool(plan.chunks))
+            self.executor.publish(frame)
+
+    def _receive(self) -> StepResult | None:
+        in_flight = self.scheduler.in_flight
+        if not in_flight:
+            return self.executor.receive(None)
+        deadline = time.monotonic() + self.step_timeout_seconds
+        result = self.executor.receive(self.step_timeout_seconds)
+        if result is None and time.monotonic() >= deadline:
+            raise WorkerFailed(f"step {in_flight[0].step} took longer than {self.step_timeout_seconds:g} s")
+        return result
+
+    def _take_result(self, result: StepResult) -> None:
+        now = time.perf_counter()
+        crc = zlib.crc32(array("i", result.tokens).tobytes())
+        for request, token in self.scheduler.update(result, crc):
+            live = self._live[request.id]
+            ended_by_token = request.finish_reason == "stop"
+            text = "" if ended_by_token else live.text.push(token)
+            if live.text.stop is not None:
+                self.scheduler.finish(request, "stop", live.text.stop)
+            self._tell(live, text, [token], now)
+
+    def _tell(self, live: _Live, text: str, token_ids: list[int], now: float) -> None:
+        request = live.request
+        if request.finish_reason is not None:
+            del self._live[request.id]
+            text += live.text.finish()
+            # A stop string wins over "length": it is found in the text that the last token completes.
+            if live.text.stop is not None:
+                request.finish_reason, request.stop_reason = "stop", live.text.stop
+        live.sink(Update(request.id, text, token_ids, request.finish_reason, now, request.stop_reason))
+
+    def _add(self, live: _Live) -> None:
+        request = live.request
+        try:
+            if request.id in self._live:
+                raise InvalidRequest(f"a request with id {request.id!r} is running already")
+            self.scheduler.add(request)
+        except InvalidRequest as error:
+            live.sink(Update(request.id, "", [], "error", time.perf_counter(), error=error))
+            return
+        self._live[request.id] = live
+
+    def _abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            self.scheduler.finish(live.request, "abort")
+            self._tell(live, "", [], time.perf_counter())
+
+    def _stop(self, reason: Exception) -> None:
+        with self._lock:
+            self._dead = reason
+        self._take_commands()  # what came too late joins the others below
+        for live in list(self._live.values()):
+            live.sink(Update(live.request.id, "", [], "error", time.perf_counter(), error=reason))
+        self._live.clear()

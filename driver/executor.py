@@ -1,0 +1,133 @@
+"""How the engine reaches its workers. It cannot tell the kinds apart."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from scheduler.frame import StepResult, decode_result
+from workers.spec import WorkerReady, WorkerSpec
+
+
+class WorkerFailed(RuntimeError):
+    """A rank died, raised or fell silent; the message names rank and cause."""
+
+
+class Executor(Protocol):
+    """Runs the ranks. `start` first, `close` last; `publish` and `receive` belong to the engine's thread."""
+
+    def pick_device(self, wanted: str, size: int) -> str:
+        """`cpu` or `cuda`: the wanted device, or for `auto` what there is. Raises ConfigError when it cannot be."""
+
+    def threads_per_rank(self, size: int) -> int:
+        """CPU threads for each of `size` ranks."""
+
+    def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
+        """Brings up one rank per spec. Raises the worker's own error when one cannot start."""
+
+    def publish(self, frame: bytes) -> None:
+        """Sends a plan to every rank without waiting. Raises WorkerFailed when a rank is gone."""
+
+    def receive(self, timeout_seconds: float | None) -> StepResult | None:
+        """The next result, or None when woken or when time is up. Raises WorkerFailed when a rank has failed."""
+
+    def wake(self) -> None:
+        """Makes `receive` return. May be called from any thread."""
+
+    def close(self) -> None:
+        """Ends every rank. May be called twice."""
+
+
+class InlineExecutor:
+    """The one worker in a thread of this process: no Ray, no sockets."""
+
+    def __init__(self) -> None:
+        self._plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def pick_device(self, wanted: str, size: int) -> str:
+        if wanted == "cpu":
+            return "cpu"
+        import torch  # the one place where the driver's process needs it
+
+        from driver.config import ConfigError
+
+        if torch.cuda.is_available():
+            return "cuda"
+        if wanted == "cuda":
+            raise ConfigError(f"device cuda was asked for, but torch {torch.__version__} finds no usable GPU here")
+        return "cpu"
+
+    def threads_per_rank(self, size: int) -> int:
+        return available_cores()
+
+    def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
+        from workers.worker import Worker
+
+        (spec,) = specs
+        worker = Worker(spec)
+        ready = worker.start(None, "127.0.0.1")
+        self._thread = threading.Thread(target=self._serve, args=(worker.serve,), name="quadriga-worker", daemon=True)
+        self._thread.start()
+        return [ready]
+
+    def publish(self, frame: bytes) -> None:
+        self._plans.put(frame)
+
+    def receive(self, timeout_seconds: float | None) -> StepResult | None:
+        try:
+            news = self._news.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+        if isinstance(news, BaseException):
+            raise WorkerFailed(f"rank 0 failed: {type(news).__name__}: {news}") from news
+        return None if news is None else decode_result(news)
+
+    def wake(self) -> None:
+        self._news.put(None)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._plans.put(None)
+            self._thread.join(timeout=60)
+            self._thread = None
+
+    def _serve(self, serve: Callable[[_InlineChannel], None]) -> None:
+        from parallel.channel import ChannelClosed
+
+        try:
+            serve(_InlineChannel(self._plans, self._news))
+        except ChannelClosed:
+            return
+        except BaseException as error:  # noqa: BLE001 handed to the engine, which raises it
+            self._news.put(error)
+
+
+class _InlineChannel:
+    """The worker's end of the two queues."""
+
+    def __init__(self, plans: queue.SimpleQueue, news: queue.SimpleQueue) -> None:
+        self._plans, self._news = plans, news
+
+    def receive(self, timeout_seconds: float | None) -> bytes | None:
+        from parallel.channel import ChannelClosed
+
+        try:
+            frame = self._plans.get(block=timeout_seconds != 0, timeout=timeout_seconds or None)
+        except queue.Empty:
+            return None
+        if frame is None:
+            raise ChannelClosed("the engine has closed the channel", farewell=True)
+        return frame
+
+    def send(self, kind: bytes, body: bytes) -> None:
+        self._news.put(body)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,158 @@
+"""From a configuration to a running engine, phase by phase."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from driver.config import ConfigError, EngineConfig
+from driver.engine import Engine
+from driver.executor import Executor, InlineExecutor
+from driver.tokenizer import Tokenizer, load_tokenizer
+from parallel.split import SplitError, shard_heads
+from scheduler.blocks import BlockPool
+from scheduler.scheduler import Limits, Scheduler
+from workers.architecture import Architecture, read_architecture
+from workers.source import resolve_model
+from workers.spec import DTYPES, WorkerReady, WorkerSpec
+
+logger = logging.getLogger("quadriga.start")
+
+_BUDGET = {"cpu": 512, "cuda": 2048}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the driver knows of a model before any worker runs.
+
+    max_model_len: prompt plus output tokens of one request.
+    end_token_ids: every token id that ends a text, from configuration, generation settings and tokenizer.
+    """
+
+    folder: Path
+    arch: Architecture
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    dtype: str
+    end_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class Phases:
+    """Names and durations in seconds of the start's phases, in order. on_begin is told each name as it begins."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    on_begin: Callable[[str], None] = lambda name: None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.on_begin(name)
+        began = time.perf_counter()
+        yield
+        self.times[name] = time.perf_counter() - began
+        logger.info("%s: %.1f s", name, self.times[name])
+
+
+def read_model(config: EngineConfig) -> Model:
+    """Resolves and reads the model, and checks the configuration against it; starts nothing.
+
+    Raises ModelNotFound, UnsupportedModel, TokenizerError or ConfigError.
+    """
+    folder = resolve_model(config.model)
+    arch = read_architecture(folder)
+    tokenizer = load_tokenizer(folder)
+    try:
+        shard_heads(arch.num_q_heads, arch.num_kv_heads, config.tensor_parallel_size)
+    except SplitError as error:
+        raise ConfigError(str(error)) from error
+    if config.max_model_len is not None and config.max_model_len > arch.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is beyond the {arch.max_position_embeddings} positions "
+            f"that {config.model} was made for"
+        )
+    dtype = arch.dtype if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"the model's dtype {dtype!r} is not one of {', '.join(DTYPES)}; choose one with dtype")
+    end_token_ids = arch.eos_token_ids | (tokenizer.end_token_ids if tokenizer else frozenset())
+    return Model(folder, arch, tokenizer, config.max_model_len or arch.max_position_embeddings, dtype, end_token_ids)
+
+
+def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[Engine, list[WorkerReady]]:
+    """Brings up cluster, workers and engine loop. When it raises, nothing of it is left running.
+
+    Raises ConfigError, CheckpointError or WorkerFailed.
+    """
+    with phases.phase("cluster" if config.uses_ray else "device"):
+        executor = _make_executor(config)
+    try:
+        device = executor.pick_device(config.device, config.tensor_parallel_size)
+        budget = config.max_num_batched_tokens or _BUDGET[device]
+        limits = Limits(budget, config.max_num_seqs)
+        with phases.phase("weights and cache"):
+            ready = executor.start(_worker_specs(config, model, limits, device, executor))
+        _report(model, ready, config.block_size)
+        pool = BlockPool(ready[0].num_blocks, config.block_size)
+        engine = Engine(executor, Scheduler(limits, pool), config.async_depth, config.step_timeout_seconds)
+        engine.start()
+    except BaseException:
+        executor.close()
+        raise
+    return engine, ready
+
+
+def _make_executor(config: EngineConfig) -> Executor:
+    if not config.uses_ray:
+        return InlineExecutor()
+    from driver.ray_executor import RayExecutor  # importing ray takes most of a second, for nothing when inline
+
+    return RayExecutor(config.ray_address, config.tensor_parallel_size, config.start_timeout_seconds)
+
+
+def _worker_specs(
+    config: EngineConfig, model: Model, limits: Limits, device: str, executor: Executor
+) -> list[WorkerSpec]:
+    size = config.tensor_parallel_size
+    return [
+        WorkerSpec(
+            model=config.model,
+            rank=rank,
+            size=size,
+            device=device,
+            dtype=model.dtype,
+            num_threads=executor.threads_per_rank(size),
+            attention_backend=config.attention_backend,
+            block_size=config.block_size,
+            num_rows=limits.num_rows,
+            max_model_len=model.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            kv_cache_bytes=int(config.kv_cache_gib * 2**30) if config.kv_cache_gib else None,
+            num_kv_blocks=config.num_kv_blocks,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            timeout_seconds=config.start_timeout_seconds,
+        )
+        for rank in range(size)
+    ]
+
+
+def _report(model: Model, ready: list[WorkerReady], block_size: int) -> None:
+    for worker in ready:
+        logger.info(
+            "rank %d: weights %.0f MiB, KV cache up to %.0f MiB, attention %s, peak RSS %.0f MiB",
+            worker.rank,
+            worker.weight_bytes / 2**20,
+            worker.cache_bytes / 2**20,
+            worker.backend,
+            worker.peak_rss_bytes / 2**20,
+        )
+    capacity = ready[0].num_blocks * block_size
+    if capacity < model.max_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, fewer than the model's context of %d; longer requests will be refused "
+            "(more memory: kv_cache_gib)",
+            capacity,
+            model.max_model_len,
+        )

@@ -1,0 +1,193 @@
+"""The step channel: one frame per step from the driver to all ranks, results and errors back.
+
+The driver binds one ROUTER socket; each rank connects a DEALER. On one host the address is an abstract Unix socket,
+which leaves no file behind; across hosts it is TCP, encrypted and authenticated by CURVE. A rank first shows a token
+that it was given through Ray; what comes from anyone else is dropped. Delivery is in order, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+
+import zmq
+import zmq.utils.monitor
+
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 8000
+_MAX_RESULT_BYTES = 64 << 20
+
+
+class ChannelClosed(RuntimeError):
+    """The other side is gone; `farewell` tells whether it said so itself."""
+
+    def __init__(self, message: str, farewell: bool = False) -> None:
+        super().__init__(message)
+        self.farewell = farewell
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelAddress:
+    """Where a rank connects, and what proves that it may. Keys are set for TCP only."""
+
+    url: str
+    token: bytes
+    server_key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a rank sends; `kind` tells how to read the body."""
+
+    rank: int
+    kind: bytes
+    body: bytes
+
+
+class DriverChannel:
+    """The driver's end. `publish` and `receive` belong to one thread; `wake` may be called from any."""
+
+    def __init__(self, size: int, host: str | None = None) -> None:
+        """host: address to bind for ranks on other hosts; None when all ranks share this one."""
+        self.size = size
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RESULT_BYTES)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        token = secrets.token_bytes(32)
+        server_key = None
+        if host is None:
+            url = f"ipc://@quadriga-{secrets.token_hex(16)}"
+            self._socket.bind(url)
+        else:
+            server_key, secret_key = zmq.curve_keypair()
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = secret_key
+            self._socket.curve_publickey = server_key
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
+            url = f"tcp://{host}:{port}"
+        self.address = ChannelAddress(url, token, server_key)
+        self._peers: dict[int, bytes] = {}
+        self._ranks: dict[bytes, int] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def missing_rank(self) -> int | None:
+        """The first rank that has not connected yet, or None when all have."""
+        return next((rank for rank in range(self.size) if rank not in self._peers), None)
+
+    def publish(self, frame: bytes) -> None:
+        """Sends one frame to every rank. Raises ChannelClosed when a rank's connection is gone."""
+        for rank, peer in self._peers.items():
+            try:
+                self._socket.send_multipart([peer, b"plan", frame], copy=len(frame) < 65536)
+            except zmq.ZMQError as error:
+                raise ChannelClosed(f"rank {rank} is no longer connected") from error
+
+    def receive(self, timeout_seconds: float | None) -> Message | None:
+        """The next message of a rank, or None when woken or when time is up."""
+        timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
+        ready = dict(self._poller.poll(timeout))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+        if self._socket not in ready:
+            return None
+        return self._take(self._socket.recv_multipart())
+
+    def wake(self) -> None:
+        """Makes a `receive` that waits, or the next one, return."""
+        with self._lock:
+            if not self._closed:
+                try:
+                    os.write(self._wake_write, b"w")
+                except BlockingIOError:
+                    return  # the pipe is full of wake-ups already
+
+    def close(self) -> None:
+        """Says goodbye to the ranks and frees the sockets. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for peer in self._peers.values():
+            try:
+                self._socket.send_multipart([peer, b"close", b""], flags=zmq.NOBLOCK)
+            except zmq.ZMQError:
+                continue  # that rank is gone, which is what was wanted
+        self._socket.close()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _take(self, parts: list[bytes]) -> Message | None:
+        if len(parts) != 3:
+            return None
+        peer, kind, body = parts
+        if kind == b"hello":
+            token, _, rank = body.rpartition(b":")
+            if secrets.compare_digest(token, self.address.token) and rank.isdigit() and int(rank) < self.size:
+                self._peers[int(rank)] = peer
+                self._ranks[peer] = int(rank)
+            return None
+        if peer not in self._ranks:
+            return None
+        return Message(self._ranks[peer], kind, body)
+
+
+class WorkerChannel:
+    """A rank's end. All calls belong to one thread."""
+
+    def __init__(self, address: ChannelAddress, rank: int) -> None:
+        self.rank = rank
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        if address.server_key is not None:
+            public_key, secret_key = zmq.curve_keypair()
+            self._socket.curve_publickey = public_key
+            self._socket.curve_secretkey = secret_key
+            self._socket.curve_serverkey = address.server_key
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address.url)
+        self._socket.send_multipart([b"hello", address.token + b":%d" % rank])
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def receive(self, timeout_seconds: float | None) -> bytes | None:
+        """The next plan frame, or None when time is up. Raises ChannelClosed when the driver is gone or says goodbye."""
+        timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
+        ready = dict(self._poller.poll(timeout))
+        if self._socket in ready:
+            kind, body = self._socket.recv_multipart()
+            if kind == b"close":
+                raise ChannelClosed("the driver has closed the channel", farewell=True)
+            return body
+        if self._monitor in ready:
+            raise ChannelClosed("the driver has gone away")
+        return None
+
+    def send(self, kind: bytes, body: bytes) -> None:
+        self._socket.send_multipart([kind, body])
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._socket.close()
+        self._context.term()

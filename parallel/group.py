@@ -1,0 +1,104 @@
+"""The ranks that hold one model together, and the two collectives they use."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+
+class GroupError(RuntimeError):
+    """The ranks could not be brought together, or a collective failed; the message names rank and operation."""
+
+
+class TensorParallelGroup:
+    """A process group whose ranks run the same steps in lockstep. With one rank, every collective is the identity."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums `tensor` over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stacks every rank's `tensor` (same shape everywhere): [size, *shape]."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather_into_tensor(out.flatten(0, 1) if tensor.dim() else out, tensor.contiguous(), group=self._group)
+        return out
+
+    def smallest(self, value: int, device: torch.device) -> int:
+        """The smallest of all ranks' values."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+        return int(tensor.item())
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_store(host: str, size: int, timeout_seconds: float) -> tuple[dist.TCPStore, int]:
+    """Rank 0's meeting point on `host`. The port is bound before it is returned, so no other process can take it."""
+    store = dist.TCPStore(
+        host, 0, world_size=size, is_master=True, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False
+    )
+    return store, store.port
+
+
+def join_store(host: str, port: int, size: int, timeout_seconds: float) -> dist.TCPStore:
+    """The other ranks' way to the meeting point."""
+    return dist.TCPStore(host, port, world_size=size, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+
+
+def join_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, node_ip: str, timeout_seconds: float
+) -> TensorParallelGroup:
+    """Joins the group: NCCL for CUDA tensors, Gloo on CPU, both on the interface that has `node_ip`.
+
+    Raises GroupError when the ranks do not meet in time.
+    """
+    name = interface_of(node_ip)
+    # A user's own choice of interface stands; otherwise a host name that resolves elsewhere would decide.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if node_ip != "127.0.0.1":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+        group = TensorParallelGroup(rank, size, dist.group.WORLD)
+        group.smallest(rank, device)  # the first collective connects the ranks; better now than in the first step
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(f"rank {rank} of {size} could not join its {backend} group over {name}: {error}") from error
+    return group
+
+
+def interface_of(ip: str) -> str:
+    """The network interface that has this address. Raises GroupError, listing what there is, when none has."""
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(f"{name} {address.address}")
+                if address.address.split("%")[0] == ip:
+                    return name
+    raise GroupError(f"no network interface has address {ip}; this node has {', '.join(found)}")

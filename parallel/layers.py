@@ -1,0 +1,147 @@
+"""Parallel layers. Each knows its slice of the model and reads just that slice of the checkpoint.
+
+Column-parallel layers cut the output features, row-parallel ones the input features, so that one all-reduce after
+each row-parallel layer restores the full activations (Megatron-LM, arXiv 1909.08053). Cuts may be uneven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel.group import TensorParallelGroup
+from parallel.loader import Checkpoint
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class ColumnParallelLinear(nn.Module):
+    """One or several linear layers over the same input, fused: [..., in_features] -> [..., sum of this rank's rows].
+
+    parts: for each fused layer its checkpoint name, its full output size and this rank's range of outputs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[tuple[str, int, range]],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.parts = list(parts)
+        self.sizes = [len(outputs) for _, _, outputs in self.parts]
+        self.weight = _empty(sum(self.sizes), in_features, dtype=dtype, device=device)
+        self.bias = _empty(sum(self.sizes), dtype=dtype, device=device) if bias else None
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        start = 0
+        for name, size, outputs in self.parts:
+            stop = start + len(outputs)
+            weight = checkpoint.read(f"{name}.weight", (size, self.in_features), {0: outputs})
+            self.weight[start:stop].copy_(weight)
+            if self.bias is not None:
+                self.bias[start:stop].copy_(checkpoint.read(f"{name}.bias", (size,), {0: outputs}))
+            start = stop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer over this rank's range of inputs; the ranks' outputs are summed: [..., len(inputs)] -> [..., out]."""
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        inputs: range,
+        out_features: int,
+        bias: bool,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.name, self.in_features, self.inputs, self.out_features = name, in_features, inputs, out_features
+        self.group = group
+        self.weight = _empty(out_features, len(inputs), dtype=dtype, device=device)
+        self.bias = _empty(out_features, dtype=dtype, device=device) if bias else None
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        shape = (self.out_features, self.in_features)
+        self.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {1: self.inputs}))
+        if self.bias is not None:
+            self.bias.copy_(checkpoint.read(f"{self.name}.bias", (self.out_features,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.group.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding of which each rank holds a range of ids: [n] int64 -> [n, hidden]."""
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        ids: range,
+        hidden_size: int,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.name, self.vocab_size, self.ids, self.hidden_size = name, vocab_size, ids, hidden_size
+        self.group = group
+        self.weight = _empty(len(ids), hidden_size, dtype=dtype, device=device)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        shape = (self.vocab_size, self.hidden_size)
+        self.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.ids.start
+        elsewhere = (local < 0) | (local >= len(self.ids))
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+class ParallelHead(nn.Module):
+    """The output head over this rank's range of vocabulary ids: [n, hidden] -> [n, len(ids)] fp32 logits.
+
+    tied: the embedding whose weight it shares, or None when it has its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        ids: range,
+        hidden_size: int,
+        tied: VocabParallelEmbedding | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.name, self.vocab_size, self.ids, self.hidden_size = name, vocab_size, ids, hidden_size
+        self.tied = tied is not None
+        self.weight = tied.weight if tied else _empty(len(ids), hidden_size, dtype=dtype, device=device)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        if not self.tied:
+            shape = (self.vocab_size, self.hidden_size)
+            self.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.weight).float()

@@ -1,0 +1,14 @@
+"""Quadriga: tensor-parallel LLM inference on Ray.
+
+from quadriga import LLM, SamplingParams
+"""
+
+from driver.llm import LLM, Completion, Increment
+from scheduler.params import InvalidRequest, SamplingParams
+
+__all__ = ["LLM", "Completion", "Increment", "InvalidRequest", "SamplingParams"]
+
+if __name__ == "__main__":
+    from driver.cli import main
+
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Pure decisions about what each step computes: no torch, no Ray, no I/O, no clock."""

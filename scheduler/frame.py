@@ -1,0 +1,147 @@
+"""Step plans and results as msgpack frames. Everything is checked when decoded; nothing is ever unpickled.
+
+A frame is a flat list, so that steady decode is a few dozen bytes. Token lists travel as little-endian int32 bytes.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from scheduler.plan import Admission, Chunk, StepPlan
+
+_INT32_MAX = 2**31 - 1
+
+
+class FrameError(RuntimeError):
+    """Bytes that are not a frame of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Rank 0's answer to one step: the sampled token ids, in the order of the step's sampled rows.
+
+    seconds: time the worker spent on the step.
+    """
+
+    epoch: int
+    step: int
+    tokens: list[int]
+    seconds: float
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    return msgpack.packb(
+        [
+            plan.epoch,
+            plan.step,
+            [[a.row, _pack(a.tokens), a.seed, a.temperature, a.top_k, a.top_p, a.min_p] for a in plan.admissions],
+            plan.new_blocks,
+            [[c.row, c.start, c.length, c.sample] for c in plan.chunks],
+            plan.leave,
+            plan.join,
+            plan.num_decodes,
+            plan.checksum,
+            plan.agreed,
+        ]
+    )
+
+
+def decode_plan(frame: bytes) -> StepPlan:
+    """Raises FrameError for anything that is not a well-formed plan."""
+    return _decode(frame, 10, _plan)
+
+
+def encode_result(result: StepResult) -> bytes:
+    return msgpack.packb([result.epoch, result.step, _pack(result.tokens), result.seconds])
+
+
+def decode_result(frame: bytes) -> StepResult:
+    """Raises FrameError for anything that is not a well-formed result."""
+    return _decode(frame, 4, _result)
+
+
+def _plan(items: list[Any]) -> StepPlan:
+    epoch, step, admissions, new_blocks, chunks, leave, join, num_decodes, checksum, agreed = items
+    agreed_step, agreed_crc = agreed
+    return StepPlan(
+        _count(epoch),
+        _count(step),
+        [_admission(*item) for item in admissions],
+        [(_count(row), _counts(blocks)) for row, blocks in new_blocks],
+        [_chunk(*item) for item in chunks],
+        _counts(leave),
+        _counts(join),
+        _count(num_decodes),
+        _count(checksum, 2**32 - 1),
+        (_typed(agreed_step, int), _count(agreed_crc, 2**32 - 1)),
+    )
+
+
+def _result(items: list[Any]) -> StepResult:
+    epoch, step, tokens, seconds = items
+    return StepResult(_count(epoch), _count(step), _unpack(tokens), _typed(seconds, float))
+
+
+def _admission(row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Admission:
+    return Admission(
+        _count(row),
+        _unpack(tokens),
+        _count(seed, 2**64 - 1),
+        _typed(temperature, float),
+        _count(top_k),
+        _typed(top_p, float),
+        _typed(min_p, float),
+    )
+
+
+def _chunk(row: Any, start: Any, length: Any, sample: Any) -> Chunk:
+    return Chunk(_count(row), _count(start), _count(length), _typed(sample, bool))
+
+
+def _decode(frame: bytes, length: int, build: Callable[[list[Any]], Any]) -> Any:
+    try:
+        items = msgpack.unpackb(frame)
+        if not isinstance(items, list) or len(items) != length:
+            raise FrameError(f"a frame must be a list of {length} items")
+        return build(items)
+    except FrameError:
+        raise
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise FrameError(f"malformed frame of {len(frame)} bytes: {error}") from error
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise FrameError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _count(value: Any, high: int = _INT32_MAX) -> int:
+    if type(value) is not int or not 0 <= value <= high:
+        raise FrameError(f"expected an integer in [0, {high}], got {value!r}")
+    return value
+
+
+def _counts(values: Any) -> list[int]:
+    return [_count(value) for value in _typed(values, list)]
+
+
+def _pack(tokens: list[int]) -> bytes:
+    packed = array.array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpack(data: Any) -> list[int]:
+    packed = array.array("i")
+    packed.frombytes(_typed(data, bytes))
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()

@@ -1,0 +1,105 @@
+"""Sampling parameters of one request, validated where they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+DEFAULT_MAX_TOKENS = 128
+SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
+MAX_STOP_STRINGS = 64
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot be served as asked; the message names the value and the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    max_tokens: new tokens at most; None means 128 or the room left in the context, whichever is smaller.
+    temperature: 0 takes the most likely token (greedy); higher flattens the distribution.
+    top_p: sample from the smallest set of tokens whose probability reaches this, in (0, 1].
+    top_k: sample from the k most likely tokens; 0 means all.
+    min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
+    seed: the same seed gives the same tokens whatever else runs; None draws a fresh one.
+    stop: strings that end the text; they are cut from it.
+    stop_token_ids: further token ids that end the request, like the model's own end tokens.
+    ignore_eos: go on after the model's end tokens.
+
+    Raises InvalidRequest for a value out of range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, low=1)
+        _number("temperature", self.temperature, low=0.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        _integer("top_k", self.top_k, low=0)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, low=SEED_MIN, high=SEED_MAX)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Parameters from a decoded JSON object. Raises InvalidRequest for an unknown name or a bad value."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise InvalidRequest(f"unknown sampling field {', '.join(map(repr, unknown))}; known: {sorted(known)}")
+        return cls(**values)
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}")
+
+
+def _number(name: str, value: object, low: float, high: float = math.inf, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+    # Written so that NaN, which compares false with everything, is refused too.
+    inside = (low < value if low_open else low <= value) and value <= high and math.isfinite(value)
+    if not inside:
+        end = f"{high:g}]" if math.isfinite(high) else "inf)"
+        raise InvalidRequest(f"{name} must be in {'(' if low_open else '['}{low:g}, {end}, got {value}")
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else value if value is not None else ()
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise InvalidRequest(f"{name} must be a string or a list of strings, got {value!r}")
+    if any(item == "" for item in items):
+        raise InvalidRequest(f"{name} must not contain the empty string, got {value!r}")
+    if len(items) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"{name} may hold at most {MAX_STOP_STRINGS} strings, got {len(items)}")
+    return tuple(items)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    items = value if value is not None else ()
+    if not isinstance(items, list | tuple):
+        raise InvalidRequest(f"{name} must be a list of token ids, got {value!r}")
+    for item in items:
+        _integer(f"{name} entry", item, low=0)
+    return tuple(items)

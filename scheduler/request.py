@@ -1,0 +1,78 @@
+"""One request's whole life, told by a few counters.
+
+    tokens     |<---- prompt ---->|<-- outputs received -->|<- sampled, in flight ->|
+    scheduled  |-- keys and values computed or being computed --|
+                                                                 ^ next to compute
+
+A request whose scheduled count lags behind its known tokens has prefill left, however that came about: it is new,
+its prompt is being chunked, or it was preempted and is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler.params import SamplingParams
+
+
+class Phase(Enum):
+    """Where a request stands. Only PREFILL and DECODE hold a row and blocks."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request as the scheduler sees it.
+
+    tokens: prompt token ids followed by the output token ids received so far.
+    max_tokens: new tokens at most, already bounded by the room in the context.
+    stop_ids: token ids that end it, the model's end tokens included unless they are ignored.
+    seed: 64-bit key of its random numbers.
+    """
+
+    id: str
+    tokens: list[int]
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    priority: int = 0
+    arrival: int = 0  # given by the scheduler
+
+    num_prompt: int = field(init=False)
+    phase: Phase = field(default=Phase.WAITING, init=False)
+    row: int = field(default=-1, init=False)
+    blocks: list[int] = field(default_factory=list, init=False)
+    scheduled: int = field(default=0, init=False)
+    in_flight: int = field(default=0, init=False)  # tokens being sampled by steps whose result is not in yet
+    last_step: int = field(default=-1, init=False)  # the newest step that touches its blocks
+    finish_reason: str | None = field(default=None, init=False)
+    stop_reason: int | str | None = field(default=None, init=False)
+    preemptions: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens received or on their way."""
+        return len(self.tokens) - self.num_prompt + self.in_flight
+
+    @property
+    def num_known(self) -> int:
+        """Tokens received or on their way."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: lower priority number first, then first come."""
+        return (self.priority, self.arrival)

@@ -1,0 +1,122 @@
+"""Carries out step plans on one rank: plan -> inputs -> model shard -> logits -> sampled tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attention.backend import HeadLayout, make_backend
+from attention.cache import CacheShape, KVCache
+from parallel.group import TensorParallelGroup
+from parallel.loader import Checkpoint
+from scheduler.plan import StepPlan
+from workers.architecture import Architecture
+from workers.inputs import StepInputs, build_inputs
+from workers.model import Decoder, make_shard
+from workers.sampler import Sampler, SamplingRows
+from workers.spec import WorkerSpec
+from workers.state import Rows
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step handed to the device. `tokens()` waits for it and gives the sampled token ids."""
+
+    plan: StepPlan
+    started: float
+    _tokens: torch.Tensor
+    _done: torch.cuda.Event | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def tokens(self) -> list[int]:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tokens.tolist()
+
+
+class ModelRunner:
+    """One rank's model shard, KV cache, rows and sampler. Steps run in the order of their plans."""
+
+    def __init__(self, arch: Architecture, spec: WorkerSpec, group: TensorParallelGroup, device: torch.device) -> None:
+        self.device = device
+        self.block_size = spec.block_size
+        dtype = getattr(torch, spec.dtype)
+        shard = make_shard(arch, group, dtype, device)
+        self.model = Decoder(arch, shard, spec.max_model_len)
+        layout = HeadLayout(len(shard.heads.q_heads), len(shard.heads.kv_heads), arch.head_dim)
+        self.cache_shape = CacheShape(arch.num_layers, spec.block_size, layout.num_kv_heads, arch.head_dim, dtype)
+        self.backend = make_backend(spec.attention_backend, layout, arch.head_dim**-0.5, device)
+        self.sampler = Sampler(arch.vocab_size, group, device)
+        self.rows = Rows(spec.num_rows, -(-spec.max_model_len // spec.block_size))
+        self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
+        self.cache: KVCache | None = None
+
+    def load(self, folder: Path) -> int:
+        """Reads this rank's slices of the weights. Returns their size in bytes."""
+        with Checkpoint(folder) as checkpoint, torch.inference_mode():
+            self.model.load(checkpoint)
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+
+    def make_cache(self, num_blocks: int) -> int:
+        """Reserves the KV cache. Returns its size in bytes."""
+        self.cache = KVCache(self.cache_shape, num_blocks, self.device)
+        return num_blocks * self.cache_shape.bytes_per_block
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, started: float) -> LaunchedStep:
+        """Starts one step and returns without waiting for the device."""
+        self.rows.apply(plan)
+        inputs = build_inputs(plan, self.rows, self.last_tokens, self.block_size, self.device)
+        tokens = self._sample(inputs)
+        self.rows.advance(plan)
+        if self.device.type != "cuda":
+            return LaunchedStep(plan, started, tokens)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return LaunchedStep(plan, started, host, done)
+
+    def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
+        """[tokens, hidden] after the last norm; fills the cache with the step's keys and values."""
+        slots = inputs.metadata.slot_mapping
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+        ) -> torch.Tensor:
+            pages = self.cache.layers[layer]
+            self.backend.write(key, value, pages, slots)
+            return self.backend.attend(query, pages, inputs.metadata, window)
+
+        return self.model(inputs.token_ids, inputs.positions, attend)
+
+    def _sample(self, inputs: StepInputs) -> torch.Tensor:
+        """The sampled rows' next tokens, [s] int64; a step without sampled rows computes no logits."""
+        hidden = self.hidden_states(inputs)
+        if len(inputs.sampled_rows) == 0:
+            return self.last_tokens[:0]
+        logits = self.model.head(hidden[inputs.sampled_tokens])
+        picked, rows = inputs.sampled_rows, self.rows
+        sampling = SamplingRows(
+            seeds=rows.seeds[picked],
+            positions=inputs.next_positions,
+            temperature=rows.temperature[picked],
+            top_k=rows.top_k[picked],
+            top_p=rows.top_p[picked],
+            min_p=rows.min_p[picked],
+        )
+        tokens = self.sampler.sample(logits, sampling)
+        self.last_tokens[torch.from_numpy(picked).to(self.device)] = tokens
+        return tokens
+
+    @torch.inference_mode()
+    def profile(self, num_tokens: int, num_rows: int) -> None:
+        """Runs the largest step without a cache, so that its activations show up in the device's memory statistics."""
+        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, window: query)
+        self.model.head(hidden[: min(num_rows, num_tokens)])

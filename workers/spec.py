@@ -1,0 +1,53 @@
+"""What a worker is told when it is made. Plain values, so that the driver can build it without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One rank's orders.
+
+    model: what the user named; each node resolves it to a folder of its own.
+    device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
+    num_threads: CPU threads for tensor work.
+    kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
+    num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
+    max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
+    gpu_memory_utilization: fraction of the GPU's memory that the worker may use in all.
+    """
+
+    model: str
+    rank: int
+    size: int
+    device: str
+    dtype: str
+    num_threads: int
+    attention_backend: str
+    block_size: int
+    num_rows: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int | None
+    num_kv_blocks: int | None
+    gpu_memory_utilization: float
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """What a worker says once it can take plans.
+
+    num_blocks: KV blocks on every rank (the smallest rank decides). Sizes are in bytes, times in seconds.
+    """
+
+    rank: int
+    num_blocks: int
+    weight_bytes: int
+    cache_bytes: int
+    backend: str
+    load_seconds: float
+    peak_rss_bytes: int

@@ -1,0 +1,155 @@
+"""One rank: sets up its device, loads its shard, then carries out the plans that the channel brings."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+import zlib
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel.channel import ChannelClosed
+from parallel.group import TensorParallelGroup, join_group
+from scheduler.frame import StepResult, decode_plan, encode_result
+from workers.architecture import read_architecture
+from workers.runner import LaunchedStep, ModelRunner
+from workers.source import resolve_model
+from workers.spec import WorkerReady, WorkerSpec
+
+logger = logging.getLogger("quadriga.worker")
+
+DEFAULT_CPU_CACHE_BYTES = 2 << 30
+_REMEMBERED_STEPS = 64
+
+
+class TokensDiffer(RuntimeError):
+    """This rank sampled other tokens than rank 0: the ranks no longer compute the same thing."""
+
+
+class CacheTooSmall(ValueError):
+    """The device has no room for even one KV block."""
+
+
+class PlanSource(Protocol):
+    """The worker's end of a channel."""
+
+    def receive(self, timeout_seconds: float | None) -> bytes | None: ...
+
+    def send(self, kind: bytes, body: bytes) -> None: ...
+
+
+def tokens_crc(tokens: list[int]) -> int:
+    """CRC-32 of a step's sampled tokens, as exchanged to prove that all ranks agree."""
+    return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes())
+
+
+class Worker:
+    """A rank of the model. Call `start`, then `serve`."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
+        if spec.device == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError(f"rank {spec.rank} was given no usable GPU: torch sees {torch.cuda.device_count()}")
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(spec.num_threads)
+        self.group = TensorParallelGroup()
+        self.runner: ModelRunner | None = None
+        self._crcs: dict[int, int] = {}
+
+    def start(self, store: dist.Store | None, node_ip: str) -> WorkerReady:
+        """Joins the group, loads the weights and reserves the cache. Returns what the driver needs to know.
+
+        Raises UnsupportedModel, CheckpointError or GroupError.
+        """
+        began = time.perf_counter()
+        spec = self.spec
+        if store is not None:
+            self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.timeout_seconds)
+        folder = resolve_model(spec.model)
+        self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
+        weight_bytes = self.runner.load(folder)
+        num_blocks = self.group.smallest(self._affordable_blocks(), self.device)
+        cache_bytes = self.runner.make_cache(num_blocks)
+        return WorkerReady(
+            rank=spec.rank,
+            num_blocks=num_blocks,
+            weight_bytes=weight_bytes,
+            cache_bytes=cache_bytes,
+            backend=self.runner.backend.name,
+            load_seconds=time.perf_counter() - began,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+    def serve(self, channel: PlanSource) -> None:
+        """Carries out plans until the channel closes. Keeps the device busy: launches a waiting plan before it
+        waits for the one launched last."""
+        launched: deque[LaunchedStep] = deque()
+        try:
+            while True:
+                frame = channel.receive(0 if launched else None)
+                if frame is not None:
+                    launched.append(self._launch(frame))
+                if launched and (frame is None or len(launched) > 1 or launched[0].ready):
+                    self._finish(launched.popleft(), channel)
+        except ChannelClosed:
+            logger.info("rank %d ends: the channel is closed", self.spec.rank)
+            raise
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _launch(self, frame: bytes) -> LaunchedStep:
+        started = time.perf_counter()
+        plan = decode_plan(frame)
+        agreed_step, agreed_crc = plan.agreed
+        if self._crcs.get(agreed_step, agreed_crc) != agreed_crc:
+            raise TokensDiffer(
+                f"rank {self.spec.rank} sampled other tokens than rank 0 in step {agreed_step}, epoch {plan.epoch}"
+            )
+        if plan.step == 0:
+            self._crcs.clear()
+        return self.runner.launch(plan, started)
+
+    def _finish(self, step: LaunchedStep, channel: PlanSource) -> None:
+        tokens = step.tokens()
+        plan = step.plan
+        self._crcs[plan.step] = tokens_crc(tokens)
+        self._crcs.pop(plan.step - _REMEMBERED_STEPS, None)
+        if self.spec.rank == 0:
+            result = StepResult(plan.epoch, plan.step, tokens, time.perf_counter() - step.started)
+            channel.send(b"result", encode_result(result))
+
+    def _affordable_blocks(self) -> int:
+        """How many KV blocks this rank can hold, no more than all rows at full length would fill."""
+        spec, per_block = self.spec, self.runner.cache_shape.bytes_per_block
+        if spec.num_kv_blocks is not None:
+            return spec.num_kv_blocks
+        budget = spec.kv_cache_bytes
+        if budget is None:
+            budget = self._free_gpu_bytes() if spec.device == "cuda" else DEFAULT_CPU_CACHE_BYTES
+        most = spec.num_rows * -(-spec.max_model_len // spec.block_size)
+        blocks = min(budget // per_block, most)
+        if blocks < 1:
+            raise CacheTooSmall(
+                f"rank {spec.rank}: {budget} bytes are left for the KV cache, one block of {spec.block_size} tokens "
+                f"needs {per_block}; give it more memory or use a larger tensor-parallel size"
+            )
+        return blocks
+
+    def _free_gpu_bytes(self) -> int:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.runner.profile(self.spec.max_num_batched_tokens, self.spec.num_rows)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        # What other processes and the CUDA context hold is gone from `free` and counts against the share.
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        return int(total * self.spec.gpu_memory_utilization) - others - peak
