@@ -99,7 +99,9 @@ class DecodeMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """One step's batch. slot_mapping: [tokens] int64, where each token's key and value go (block * block_size + offset).
+    """One step's batch.
+
+    slot_mapping: [tokens] int64, where each token's key and value go: block * block_size + offset.
 
     Raises MetadataError when the parts do not add up, naming the numbers.
     """

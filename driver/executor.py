@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from driver.config import ConfigError
 from scheduler.frame import StepResult, decode_result
 from workers.spec import WorkerReady, WorkerSpec
 
@@ -17,10 +18,12 @@ class WorkerFailed(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs the ranks. `start` first, `close` last; `publish` and `receive` belong to the engine's thread."""
+    """Runs the ranks. `start` first, `close` last; `publish` and `receive` belong to the engine's thread.
 
-    def pick_device(self, wanted: str, size: int) -> str:
-        """`cpu` or `cuda`: the wanted device, or for `auto` what there is. Raises ConfigError when it cannot be."""
+    device: `cpu` or `cuda`, known before `start`.
+    """
+
+    device: str
 
     def threads_per_rank(self, size: int) -> int:
         """CPU threads for each of `size` ranks."""
@@ -44,23 +47,12 @@ class Executor(Protocol):
 class InlineExecutor:
     """The one worker in a thread of this process: no Ray, no sockets."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        """device: as in EngineConfig. Raises ConfigError when it cannot be had."""
+        self.device = _pick_device(device)
         self._plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    def pick_device(self, wanted: str, size: int) -> str:
-        if wanted == "cpu":
-            return "cpu"
-        import torch  # the one place where the driver's process needs it
-
-        from driver.config import ConfigError
-
-        if torch.cuda.is_available():
-            return "cuda"
-        if wanted == "cuda":
-            raise ConfigError(f"device cuda was asked for, but torch {torch.__version__} finds no usable GPU here")
-        return "cpu"
 
     def threads_per_rank(self, size: int) -> int:
         return available_cores()
@@ -126,6 +118,17 @@ class _InlineChannel:
 
     def send(self, kind: bytes, body: bytes) -> None:
         self._news.put(body)
+
+
+def _pick_device(wanted: str) -> str:
+    """`cpu` or `cuda`: the wanted device, or for `auto` what there is."""
+    import torch  # the one place where the driver's process needs it
+
+    if wanted != "cpu" and torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise ConfigError(f"device cuda was asked for, but torch {torch.__version__} finds no usable GPU here")
+    return "cpu"
 
 
 def available_cores() -> int:

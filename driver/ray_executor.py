@@ -29,9 +29,15 @@ LOOPBACK = "127.0.0.1"
 class RayExecutor:
     """Joins or starts a Ray cluster when made; `close` undoes what it started and nothing else."""
 
-    def __init__(self, address: str, size: int, timeout_seconds: float) -> None:
+    def __init__(self, address: str, device: str, size: int, timeout_seconds: float) -> None:
+        """address, device: as in EngineConfig. Raises ConfigError when they cannot be had."""
         self._timeout = timeout_seconds
         self._cluster = Cluster(address, size)
+        try:
+            self.device = _pick_device(device, size)
+        except ConfigError:
+            self._cluster.close()
+            raise
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._channel: DriverChannel | None = None
@@ -39,16 +45,6 @@ class RayExecutor:
         self._failed = threading.Event()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
-
-    def pick_device(self, wanted: str, size: int) -> str:
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        if wanted == "cpu" or (wanted == "auto" and gpus == 0):
-            return "cpu"
-        if gpus < size:
-            raise ConfigError(
-                f"tensor_parallel_size {size} needs {size} GPUs, but the Ray cluster has {gpus}: {describe_nodes()}"
-            )
-        return "cuda"
 
     def threads_per_rank(self, size: int) -> int:
         return max(1, available_cores() // size)
@@ -199,6 +195,18 @@ class RayExecutor:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+def _pick_device(wanted: str, size: int) -> str:
+    """`cpu` or `cuda`: the wanted device, or for `auto` what the cluster has."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return "cpu"
+    if gpus < size:
+        raise ConfigError(
+            f"tensor_parallel_size {size} needs {size} GPUs, but the Ray cluster has {gpus}: {describe_nodes()}"
+        )
+    return "cuda"
 
 
 def _resources(bundle: dict[str, float]) -> str:

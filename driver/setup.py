@@ -86,14 +86,13 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
 
     Raises ConfigError, CheckpointError or WorkerFailed.
     """
-    with phases.phase("cluster" if config.uses_ray else "device"):
-        executor = _make_executor(config)
+    with phases.phase("cluster" if config.uses_ray else "torch"):
+        executor = make_executor(config)
     try:
-        device = executor.pick_device(config.device, config.tensor_parallel_size)
-        budget = config.max_num_batched_tokens or _BUDGET[device]
+        budget = config.max_num_batched_tokens or _BUDGET[executor.device]
         limits = Limits(budget, config.max_num_seqs)
         with phases.phase("weights and cache"):
-            ready = executor.start(_worker_specs(config, model, limits, device, executor))
+            ready = executor.start(worker_specs(config, model, limits, executor))
         _report(model, ready, config.block_size)
         pool = BlockPool(ready[0].num_blocks, config.block_size)
         engine = Engine(executor, Scheduler(limits, pool), config.async_depth, config.step_timeout_seconds)
@@ -104,24 +103,24 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
     return engine, ready
 
 
-def _make_executor(config: EngineConfig) -> Executor:
+def make_executor(config: EngineConfig) -> Executor:
+    """An executor whose device is known and whose workers are not up yet. Raises ConfigError."""
     if not config.uses_ray:
-        return InlineExecutor()
+        return InlineExecutor(config.device)
     from driver.ray_executor import RayExecutor  # importing ray takes most of a second, for nothing when inline
 
-    return RayExecutor(config.ray_address, config.tensor_parallel_size, config.start_timeout_seconds)
+    return RayExecutor(config.ray_address, config.device, config.tensor_parallel_size, config.start_timeout_seconds)
 
 
-def _worker_specs(
-    config: EngineConfig, model: Model, limits: Limits, device: str, executor: Executor
-) -> list[WorkerSpec]:
+def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: Executor) -> list[WorkerSpec]:
+    """One rank's orders each."""
     size = config.tensor_parallel_size
     return [
         WorkerSpec(
             model=config.model,
             rank=rank,
             size=size,
-            device=device,
+            device=executor.device,
             dtype=model.dtype,
             num_threads=executor.threads_per_rank(size),
             attention_backend=config.attention_backend,
@@ -132,7 +131,8 @@ def _worker_specs(
             kv_cache_bytes=int(config.kv_cache_gib * 2**30) if config.kv_cache_gib else None,
             num_kv_blocks=config.num_kv_blocks,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            timeout_seconds=config.start_timeout_seconds,
+            start_timeout_seconds=config.start_timeout_seconds,
+            step_timeout_seconds=config.step_timeout_seconds,
         )
         for rank in range(size)
     ]
@@ -141,11 +141,12 @@ def _worker_specs(
 def _report(model: Model, ready: list[WorkerReady], block_size: int) -> None:
     for worker in ready:
         logger.info(
-            "rank %d: weights %.0f MiB, KV cache up to %.0f MiB, attention %s, peak RSS %.0f MiB",
+            "rank %d: weights %.0f MiB, KV cache up to %.0f MiB, attention %s, collectives %s, peak RSS %.0f MiB",
             worker.rank,
             worker.weight_bytes / 2**20,
             worker.cache_bytes / 2**20,
             worker.backend,
+            worker.transport,
             worker.peak_rss_bytes / 2**20,
         )
     capacity = ready[0].num_blocks * block_size

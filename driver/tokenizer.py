@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tokenizers
 
@@ -122,7 +122,7 @@ def _chat_environment() -> Any:
     class Generation(Extension):
         """`{% generation %}` marks the assistant's words for training; when serving, its content stands as it is."""
 
-        tags = {"generation"}
+        tags: ClassVar = {"generation"}
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno

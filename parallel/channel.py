@@ -172,7 +172,7 @@ class WorkerChannel:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def receive(self, timeout_seconds: float | None) -> bytes | None:
-        """The next plan frame, or None when time is up. Raises ChannelClosed when the driver is gone or says goodbye."""
+        """The next plan frame, or None when time is up. Raises ChannelClosed when the driver ends."""
         timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
         ready = dict(self._poller.poll(timeout))
         if self._socket in ready:

@@ -10,21 +10,42 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from parallel.shared_memory import SharedMemory, open_shared_memory
+
 
 class GroupError(RuntimeError):
     """The ranks could not be brought together, or a collective failed; the message names rank and operation."""
 
 
 class TensorParallelGroup:
-    """A process group whose ranks run the same steps in lockstep. With one rank, every collective is the identity."""
+    """A process group whose ranks run the same steps in lockstep. With one rank, every collective is the identity.
 
-    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    shared: the ranks' shared memory, when all of them are CPU ranks on one host.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        shared: SharedMemory | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self._group = group
+        self._shared = shared
+
+    @property
+    def transport(self) -> str:
+        """What carries the collectives, for the log."""
+        if self.size == 1:
+            return "none"
+        return "shared memory" if self._shared else dist.get_backend(self._group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over all ranks, in place."""
+        if self._shared is not None:
+            return self._shared.all_reduce(tensor)
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -33,8 +54,10 @@ class TensorParallelGroup:
         """Stacks every rank's `tensor` (same shape everywhere): [size, *shape]."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        if self._shared is not None:
+            return self._shared.all_gather(tensor)
         out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(out.flatten(0, 1) if tensor.dim() else out, tensor.contiguous(), group=self._group)
+        dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self._group)
         return out
 
     def smallest(self, value: int, device: torch.device) -> int:
@@ -86,7 +109,10 @@ def join_group(
             device_id=device if device.type == "cuda" else None,
         )
         group = TensorParallelGroup(rank, size, dist.group.WORLD)
-        group.smallest(rank, device)  # the first collective connects the ranks; better now than in the first step
+        # The first collective connects the ranks; better now than in the first step.
+        shared = open_shared_memory(store, rank, size, timeout_seconds) if device.type == "cpu" else None
+        if group.smallest(int(shared is not None), device):
+            group = TensorParallelGroup(rank, size, dist.group.WORLD, shared)
     except (RuntimeError, ValueError) as error:
         raise GroupError(f"rank {rank} of {size} could not join its {backend} group over {name}: {error}") from error
     return group

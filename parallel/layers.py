@@ -56,7 +56,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer over this rank's range of inputs; the ranks' outputs are summed: [..., len(inputs)] -> [..., out]."""
+    """A linear layer over this rank's range of inputs, summed over ranks: [..., len(inputs)] -> [..., out]."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prefill of `length` tokens of `row` from position `start`; `sample` is true when it reaches the last known one."""
+    """Prefill of `length` tokens of `row` from position `start`; `sample`: it reaches the last known one."""
 
     row: int
     start: int

@@ -26,12 +26,12 @@ class WorkerActor:
 
     def open_store(self, host: str) -> int:
         """Rank 0 opens the ranks' meeting point; returns its port."""
-        self._store, port = open_store(host, self.spec.size, self.spec.timeout_seconds)
+        self._store, port = open_store(host, self.spec.size, self.spec.start_timeout_seconds)
         return port
 
     def start(self, store_host: str | None, store_port: int, node_ip: str) -> WorkerReady:
         if self._store is None and store_host is not None:
-            self._store = join_store(store_host, store_port, self.spec.size, self.spec.timeout_seconds)
+            self._store = join_store(store_host, store_port, self.spec.size, self.spec.start_timeout_seconds)
         return self.worker.start(self._store, node_ip)
 
     def serve(self, address: ChannelAddress) -> None:

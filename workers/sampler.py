@@ -120,11 +120,13 @@ def noise_keys(rows: SamplingRows, chosen: np.ndarray) -> tuple[torch.Tensor, to
 
 def gumbel_noise(high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise [n, ids], fp32: a 32-bit integer hash of each key pair and id, made uniform in (0, 1)."""
-    high, low = (key.to(ids.device).unsqueeze(-1) for key in (high, low))
-    x = _mix32((ids * 0x9E3779B1 + high) & _MASK32)
-    x = _mix32(x ^ low)
-    uniform = (x.double() + 0.5) * 2.0**-32
-    return uniform.log_().neg_().log_().neg_().float()
+    noise = torch.empty(len(high), len(ids), dtype=torch.float32, device=ids.device)
+    spread = ids * 0x9E3779B1
+    for row, (first, second) in enumerate(zip(high.tolist(), low.tolist(), strict=True)):  # a row fits in a CPU's cache
+        x = _mix32((spread + first).bitwise_and_(_MASK32))
+        x = _mix32(x.bitwise_xor_(second))
+        noise[row] = x.double().add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
+    return noise
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
@@ -135,7 +137,7 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser "lowbias32" (C. Wellons, hash-prospector) on 32-bit values held in int64."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
-    return x ^ (x >> 16)
+    """The finaliser "lowbias32" (C. Wellons, hash-prospector) on 32-bit values held in int64, in place."""
+    x.bitwise_xor_(x >> 16).mul_(0x7FEB352D).bitwise_and_(_MASK32)
+    x.bitwise_xor_(x >> 15).mul_(0x846CA68B).bitwise_and_(_MASK32)
+    return x.bitwise_xor_(x >> 16)

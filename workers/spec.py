@@ -18,6 +18,7 @@ class WorkerSpec:
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
     max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
     gpu_memory_utilization: fraction of the GPU's memory that the worker may use in all.
+    start_timeout_seconds: how long the ranks wait to meet. step_timeout_seconds: how long a collective may take.
     """
 
     model: str
@@ -34,7 +35,8 @@ class WorkerSpec:
     kv_cache_bytes: int | None
     num_kv_blocks: int | None
     gpu_memory_utilization: float
-    timeout_seconds: float
+    start_timeout_seconds: float
+    step_timeout_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class WorkerReady:
     """What a worker says once it can take plans.
 
     num_blocks: KV blocks on every rank (the smallest rank decides). Sizes are in bytes, times in seconds.
+    backend, transport: what computes attention, and what carries the collectives.
     """
 
     rank: int
@@ -49,5 +52,6 @@ class WorkerReady:
     weight_bytes: int
     cache_bytes: int
     backend: str
+    transport: str
     load_seconds: float
     peak_rss_bytes: int

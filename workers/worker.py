@@ -71,7 +71,7 @@ class Worker:
         began = time.perf_counter()
         spec = self.spec
         if store is not None:
-            self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.timeout_seconds)
+            self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
         folder = resolve_model(spec.model)
         self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
         weight_bytes = self.runner.load(folder)
@@ -83,6 +83,7 @@ class Worker:
             weight_bytes=weight_bytes,
             cache_bytes=cache_bytes,
             backend=self.runner.backend.name,
+            transport=self.group.transport,
             load_seconds=time.perf_counter() - began,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
@@ -99,7 +100,7 @@ class Worker:
                 if launched and (frame is None or len(launched) > 1 or launched[0].ready):
                     self._finish(launched.popleft(), channel)
         except ChannelClosed:
-            logger.info("rank %d ends: the channel is closed", self.spec.rank)
+            logger.debug("rank %d ends: the channel is closed", self.spec.rank)
             raise
 
     def close(self) -> None:
