@@ -17,23 +17,18 @@ LIMIT_SECONDS = 8.0
 
 
 def processes_of(folder: str) -> set[int]:
-    """Ray's processes that name `folder` on their command line, and all their descendants."""
-    parents: dict[int, int] = {}
+    """Processes that name `folder` on their command line or hold a file in it open, as all of a Ray's do."""
     found = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                parents[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])
             with open(f"/proc/{entry}/cmdline", "rb") as file:
-                if folder.encode() in file.read():
-                    found.add(int(entry))
-        except (OSError, ValueError, IndexError):
-            continue  # it ended while we looked
-    grown = True
-    while grown:
-        children = {pid for pid, parent in parents.items() if parent in found} - found
-        found |= children
-        grown = bool(children)
+                uses = folder.encode() in file.read()
+            descriptors = f"/proc/{entry}/fd"
+            uses = uses or any(os.readlink(f"{descriptors}/{fd}").startswith(folder) for fd in os.listdir(descriptors))
+        except OSError:
+            continue  # it ended while we looked, or is another user's
+        if uses:
+            found.add(int(entry))
     return found - {os.getpid()}
 
 
@@ -41,14 +36,9 @@ def main() -> None:
     folder = sys.argv[1]
     sys.stdin.read()
     started = time.monotonic()
-    known: set[int] = set()
-    while time.monotonic() < started + LIMIT_SECONDS:
-        # Descendants of a process that has died since are remembered: they would no longer be found by descent.
-        known = {pid for pid in known if os.path.exists(f"/proc/{pid}")} | processes_of(folder)
-        if not known:
-            break
+    while time.monotonic() < started + LIMIT_SECONDS and (left := processes_of(folder)):
         late = time.monotonic() > started + GRACE_SECONDS
-        for pid in known:
+        for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
             except ProcessLookupError:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+from ray._private import ray_constants
 
 from driver.config import ConfigError
 from driver.executor import available_cores
@@ -72,18 +76,35 @@ class Cluster:
             start_new_session=True,
         )
         try:
-            ray.init(
-                address="local",
-                num_cpus=max(size, cores),
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=self._folder,
-                **_quiet(),
-            )
+            with _loopback_only():
+                ray.init(
+                    address="local",
+                    num_cpus=max(size, cores),
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    _temp_dir=self._folder,
+                    **_quiet(),
+                )
         except BaseException:
             self.close()
             raise
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Makes a Ray that starts meanwhile listen on 127.0.0.1 alone.
+
+    Ray does so on Windows and macOS; on Linux it replaces a loopback address that it is given by one that others can
+    reach. The switch between the two is read from the environment when ray is imported, and from this constant after.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
 
 
 def describe_nodes() -> str:

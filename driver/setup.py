@@ -94,13 +94,19 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
         with phases.phase("weights and cache"):
             ready = executor.start(worker_specs(config, model, limits, executor))
         _report(model, ready, config.block_size)
-        pool = BlockPool(ready[0].num_blocks, config.block_size)
-        engine = Engine(executor, Scheduler(limits, pool), config.async_depth, config.step_timeout_seconds)
-        engine.start()
+        engine = make_engine(config, executor, limits, ready[0].num_blocks)
     except BaseException:
         executor.close()
         raise
     return engine, ready
+
+
+def make_engine(config: EngineConfig, executor: Executor, limits: Limits, num_blocks: int, epoch: int = 0) -> Engine:
+    """A running engine loop on an executor that has been started."""
+    scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch)
+    engine = Engine(executor, scheduler, config.async_depth, config.step_timeout_seconds)
+    engine.start()
+    return engine
 
 
 def make_executor(config: EngineConfig) -> Executor:

@@ -1,16 +1,20 @@
-"""The Ray actor around a worker. Made remote by the driver; its calls set up, the channel then carries every step."""
+"""The Ray actor around a worker. Its calls set up; the step channel then carries every step.
+
+The driver imports this module to make the actor, so torch is imported only inside it, where the worker runs.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch.distributed as dist
 
 from parallel.channel import ChannelAddress, ChannelClosed, WorkerChannel
-from parallel.group import join_store, open_store
 from workers.spec import WorkerReady, WorkerSpec
-from workers.worker import Worker
+
+if TYPE_CHECKING:
+    from workers.worker import Worker
 
 
 class WorkerActor:
@@ -18,18 +22,25 @@ class WorkerActor:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        self.worker = Worker(spec)
-        self._store: dist.TCPStore | None = None
+        self.worker: Worker | None = None
+        self._store: Any = None
 
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
 
     def open_store(self, host: str) -> int:
         """Rank 0 opens the ranks' meeting point; returns its port."""
+        from parallel.group import open_store
+
         self._store, port = open_store(host, self.spec.size, self.spec.start_timeout_seconds)
         return port
 
     def start(self, store_host: str | None, store_port: int, node_ip: str) -> WorkerReady:
+        """Joins the other ranks, where there are any, and loads the shard; see Worker.start."""
+        from parallel.group import join_store
+        from workers.worker import Worker
+
+        self.worker = Worker(self.spec)
         if self._store is None and store_host is not None:
             self._store = join_store(store_host, store_port, self.spec.size, self.spec.start_timeout_seconds)
         return self.worker.start(self._store, node_ip)
