@@ -16,7 +16,7 @@ GRACE_SECONDS = 2.0
 LIMIT_SECONDS = 8.0
 
 
-def processes_of(folder: str) -> set[int]:
+def processes_of(folder: str, spared: set[int]) -> set[int]:
     """Processes that name `folder` on their command line or hold a file in it open, as all of a Ray's do."""
     found = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -29,14 +29,15 @@ def processes_of(folder: str) -> set[int]:
             continue  # it ended while we looked, or is another user's
         if uses:
             found.add(int(entry))
-    return found - {os.getpid()}
+    return found - spared
 
 
 def main() -> None:
     folder = sys.argv[1]
+    spared = {os.getpid(), os.getppid()}  # a driver that ends in good order may still have its log open
     sys.stdin.read()
     started = time.monotonic()
-    while time.monotonic() < started + LIMIT_SECONDS and (left := processes_of(folder)):
+    while time.monotonic() < started + LIMIT_SECONDS and (left := processes_of(folder, spared)):
         late = time.monotonic() > started + GRACE_SECONDS
         for pid in left:
             try:
