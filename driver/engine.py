@@ -164,6 +164,8 @@ class Engine:
         return result
 
     def _take_result(self, result: StepResult) -> None:
+        if result.epoch < self.scheduler.epoch:
+            return  # of an engine that ran on these workers before
         now = time.perf_counter()
         crc = zlib.crc32(array("i", result.tokens).tobytes())
         for request, token in self.scheduler.update(result, crc):
