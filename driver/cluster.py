@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from driver.executor import available_cores
 logger = logging.getLogger("quadriga.cluster")
 
 _OBJECT_STORE_BYTES = 80 << 20  # steps never travel through Ray's object store
+_LONGEST_TEMPORARY_FOLDER = 25  # Ray adds some 65 bytes, our own folder's name 18
 _CLEANER = Path(__file__).with_name("cleaner.py")
 
 
@@ -33,6 +36,10 @@ class Cluster:
         self._cleaner: subprocess.Popen | None = None
         if self._joined_before:
             return
+        with _own_sigterm_handler():
+            self._connect(address, size)
+
+    def _connect(self, address: str, size: int) -> None:
         if address == "local" or (address == "auto" and not self._join_running()):
             self._start_private(size)
         elif address not in ("auto", "local"):
@@ -67,7 +74,7 @@ class Cluster:
         cores = available_cores()
         if size > cores:
             logger.warning("%d ranks share %d CPU cores; they will wait for each other", size, cores)
-        self._folder = tempfile.mkdtemp(prefix="quadriga-")
+        self._folder = tempfile.mkdtemp(prefix="quadriga-", dir=_short_temporary_folder())
         self._cleaner = subprocess.Popen(
             [sys.executable, "-S", str(_CLEANER), self._folder],
             stdin=subprocess.PIPE,
@@ -91,6 +98,15 @@ class Cluster:
 
 
 @contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keeps the program's own handling of SIGTERM, which ray.init replaces."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
 def _loopback_only() -> Iterator[None]:
     """Makes a Ray that starts meanwhile listen on 127.0.0.1 alone.
 
@@ -105,6 +121,12 @@ def _loopback_only() -> Iterator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
+
+
+def _short_temporary_folder() -> str:
+    """Where temporary files go, unless Ray's Unix sockets, whose paths end at 107 bytes, would not fit there."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _LONGEST_TEMPORARY_FOLDER else "/tmp"
 
 
 def describe_nodes() -> str:

@@ -189,5 +189,6 @@ class WorkerChannel:
 
     def close(self) -> None:
         self._socket.disable_monitor()
+        self._monitor.close()  # ending the context would wait for it for ever
         self._socket.close()
         self._context.term()

@@ -1,0 +1,73 @@
+"""Logits of the last position against transformers in fp32, however the prompt was cut and split over ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from parallel.group import TensorParallelGroup
+from scheduler.plan import Admission, Chunk, StepPlan
+from tests.end_to_end.conftest import TinyModels
+from tests.models import KINDS, VOCAB_SIZE, last_logits
+from tests.ranks import run_ranks
+from workers.architecture import read_architecture
+from workers.inputs import build_inputs
+from workers.runner import ModelRunner
+from workers.spec import WorkerSpec
+
+BLOCK = 4
+PROMPT = [random.Random(9).randrange(300) for _ in range(37)]
+
+
+def logits_in_chunks(folder: str, chunk_size: int, group: TensorParallelGroup) -> torch.Tensor:
+    """[vocabulary] logits after PROMPT, computed chunk by chunk, every rank's part put together."""
+    spec = WorkerSpec(
+        model=folder,
+        rank=group.rank,
+        size=group.size,
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        attention_backend="reference",
+        block_size=BLOCK,
+        num_rows=1,
+        max_model_len=64,
+        max_num_batched_tokens=64,
+        kv_cache_bytes=None,
+        num_kv_blocks=16,
+        gpu_memory_utilization=0.9,
+        start_timeout_seconds=10,
+        step_timeout_seconds=10,
+    )
+    from pathlib import Path
+
+    runner = ModelRunner(read_architecture(Path(folder)), spec, group, torch.device("cpu"))
+    runner.load(Path(folder))
+    runner.make_cache(16)
+    starts = range(0, len(PROMPT), chunk_size)
+    with torch.inference_mode():
+        for step, start in enumerate(starts):
+            length = min(chunk_size, len(PROMPT) - start)
+            plan = StepPlan(0, step, chunks=[Chunk(0, start, length, start + length == len(PROMPT))])
+            if step == 0:
+                plan.admissions = [Admission(0, PROMPT, 0, 0.0, 0, 1.0, 0.0)]
+                plan.new_blocks = [(0, [5, 3, 11, 0, 7, 9, 15, 2, 8, 1])]
+            runner.rows.apply(plan)
+            inputs = build_inputs(plan, runner.rows, runner.last_tokens, BLOCK, runner.device)
+            hidden = runner.hidden_states(inputs)
+            runner.rows.advance(plan)
+        own = runner.model.head(hidden[-1:])
+        return runner.sampler._gather(own)[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_match_transformers(tiny: TinyModels, kind: str, size: int) -> None:
+    folder = tiny.folder(kind)
+    expected = last_logits(folder, PROMPT)
+    for chunk_size in (1, 7, 64):
+        for logits in run_ranks(size, lambda group, cut=chunk_size: logits_in_chunks(str(folder), cut, group)):
+            assert logits.shape == (VOCAB_SIZE,)
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
