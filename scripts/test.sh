@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Lint, format check and the whole test suite. Arguments go to pytest:
+#   bash scripts/test.sh tests/scheduler
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment gguf,test
+
+cd "$root"
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+exec "$venv/bin/python" -m pytest "$@"

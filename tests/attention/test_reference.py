@@ -1,0 +1,213 @@
+"""The reference backend against attention written token by token, on ragged mixed batches in a shuffled cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.backend import BackendError, HeadLayout, make_backend
+from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
+from attention.reference import QUERY_TILE, ReferenceBackend
+
+HEAD_DIM = 8
+SCALE = HEAD_DIM**-0.5
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Chunks as (query tokens, tokens in all) and the context lengths of the decodes."""
+
+    chunks: list[tuple[int, int]]
+    decodes: list[int]
+    block_size: int = 4
+    kv_heads: int = 2
+    group: int = 2
+    window: int | None = None
+    seed: int = 0
+
+
+class Batch:
+    """Random keys and values of every request, what of them is in the cache already, and the step's own tokens."""
+
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(case.seed)
+        random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+        lengths = [(query, total) for query, total in case.chunks] + [(1, total) for total in case.decodes]
+        blocks_each = [-(-total // case.block_size) for _, total in lengths]
+        num_blocks = sum(blocks_each) + 3
+        ids = torch.randperm(num_blocks, generator=generator).tolist()
+        self.tables = [[ids.pop() for _ in range(count)] for count in blocks_each]
+        shape = (num_blocks, case.block_size, case.kv_heads, HEAD_DIM)
+        self.cache = (torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype))
+        self.requests, self.new_keys, self.new_values, self.queries, self.slots = [], [], [], [], []
+        for (query_len, total), table in zip(lengths, self.tables, strict=True):
+            keys, values = random(total, case.kv_heads, HEAD_DIM), random(total, case.kv_heads, HEAD_DIM)
+            queries = random(query_len, case.kv_heads * case.group, HEAD_DIM)
+            place = [(table[p // case.block_size], p % case.block_size) for p in range(total)]
+            for position in range(total - query_len):
+                self.cache[0][place[position]] = keys[position]
+                self.cache[1][place[position]] = values[position]
+            self.slots += [block * case.block_size + offset for block, offset in place[total - query_len :]]
+            self.new_keys.append(keys[total - query_len :])
+            self.new_values.append(values[total - query_len :])
+            self.queries.append(queries)
+            self.requests.append((queries, keys, values))
+
+    def metadata(self) -> AttentionMetadata:
+        split, prefill, decode = len(self.case.chunks), None, None
+        if self.case.chunks:
+            query_lens, seq_lens = (list(x) for x in zip(*self.case.chunks, strict=True))
+            starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+            prefill = PrefillMetadata(
+                starts, torch.tensor(seq_lens).int(), padded(self.tables[:split]), query_lens, seq_lens
+            )
+        if self.case.decodes:
+            contexts = torch.tensor(self.case.decodes).int()
+            decode = DecodeMetadata(contexts, padded(self.tables[split:]), max(self.case.decodes))
+        return AttentionMetadata(torch.tensor(self.slots), self.case.block_size, prefill, decode)
+
+    def run(self) -> torch.Tensor:
+        """Writes the step's keys and values, then attends."""
+        heads = self.case.kv_heads * self.case.group
+        backend = ReferenceBackend(HeadLayout(heads, self.case.kv_heads, HEAD_DIM), SCALE)
+        metadata = self.metadata()
+        backend.write(torch.cat(self.new_keys), torch.cat(self.new_values), self.cache, metadata.slot_mapping)
+        return backend.attend(torch.cat(self.queries), self.cache, metadata, self.case.window)
+
+    def expected(self) -> torch.Tensor:
+        return torch.cat([self._naive(*request) for request in self.requests])
+
+    def _naive(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention as its definition reads: for each token and head, a softmax over the keys it may see."""
+        total, out = len(keys), torch.empty(queries.shape, dtype=torch.float64)
+        for i, query in enumerate(queries.double()):
+            position = total - len(queries) + i
+            first = 0 if self.case.window is None else max(0, position - self.case.window + 1)
+            for head, q in enumerate(query):
+                kv = head // self.case.group
+                scores = [float(q @ keys[j, kv].double()) * SCALE for j in range(first, position + 1)]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                mixed = sum(
+                    w * values[j, kv].double() for w, j in zip(weights, range(first, position + 1), strict=True)
+                )
+                out[i, head] = mixed / sum(weights)
+        return out
+
+
+def padded(tables: list[list[int]]) -> torch.Tensor:
+    """Block tables of one width; the padding points at block 0, which may belong to anybody."""
+    width = max(map(len, tables))
+    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    totals = st.integers(1, 18)
+    chunks = [(draw(st.integers(1, total)), total) for total in draw(st.lists(totals, max_size=3))]
+    decodes = draw(st.lists(totals, min_size=0 if chunks else 1, max_size=3))
+    return Case(
+        chunks,
+        decodes,
+        block_size=draw(st.sampled_from([1, 4, 16])),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 4)),
+        window=draw(st.sampled_from([None, 1, 5])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_ragged_mixed_batches_match_attention_by_its_definition(case: Case) -> None:
+    """Every slot that no context reaches holds NaN, so that reading one shows."""
+    batch = Batch(case)
+    torch.testing.assert_close(batch.run().double(), batch.expected(), rtol=1e-4, atol=1e-5)
+
+
+MIXED = Case(chunks=[(3, 3), (2, 9), (1, 6)], decodes=[14, 1, 6])
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_a_mixed_batch_in_bf16_is_within_its_rounding(window: int | None) -> None:
+    batch = Batch(Case(MIXED.chunks, MIXED.decodes, window=window), torch.bfloat16)
+    result = batch.run()
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), batch.expected(), rtol=0.01, atol=0.01)
+
+
+def test_a_window_of_one_sees_only_the_token_itself() -> None:
+    batch = Batch(Case([(4, 7)], [5], window=1, group=1))
+    values = torch.cat(batch.new_values)
+    torch.testing.assert_close(batch.run(), values)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_chunk_longer_than_a_tile_of_queries(window: int | None) -> None:
+    """Tiles must look at absolute positions: each sees what lies before it, in the chunk and in the cache."""
+    query_len, total = 2 * QUERY_TILE + 37, 2 * QUERY_TILE + 90
+    batch = Batch(Case([(3, 3), (query_len, total), (2, 5)], [4], block_size=16, group=1, kv_heads=1, window=window))
+    result = batch.run()
+    queries, keys, values = (x[:, 0] for x in batch.requests[1])
+    positions = torch.arange(total - query_len, total).unsqueeze(1)
+    distance = positions - torch.arange(total)
+    visible = (distance >= 0) & (distance < (window or total))
+    scores = (queries.double() @ keys.double().T * SCALE).masked_fill(~visible, -math.inf)
+    expected = scores.softmax(-1) @ values.double()
+    torch.testing.assert_close(result[3 : 3 + query_len, 0].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_result_of_a_request_is_the_same_however_its_prompt_is_cut() -> None:
+    prompt = Case(chunks=[(13, 13)], decodes=[])
+    whole = Batch(prompt).run()
+    for first in range(1, 13):
+        torch.testing.assert_close(_attend_in_two(Batch(prompt), first), whole, rtol=1e-5, atol=1e-6)
+
+
+def _attend_in_two(batch: Batch, first: int) -> torch.Tensor:
+    """The batch's one prompt as two chunks, of `first` tokens and of the rest, in two steps."""
+    backend = ReferenceBackend(HeadLayout(4, 2, HEAD_DIM), SCALE)
+    queries, keys, values = batch.requests[0]
+    table, outs = padded(batch.tables), []
+    for start, stop in ((0, first), (first, len(keys))):
+        slots = torch.tensor(batch.slots[start:stop])
+        starts, contexts = torch.tensor([0, stop - start]).int(), torch.tensor([stop]).int()
+        metadata = AttentionMetadata(slots, 4, PrefillMetadata(starts, contexts, table, [stop - start], [stop]))
+        backend.write(keys[start:stop], values[start:stop], batch.cache, slots)
+        outs.append(backend.attend(queries[start:stop], batch.cache, metadata, None))
+    return torch.cat(outs)
+
+
+def test_write_puts_each_token_in_its_slot_and_nothing_else() -> None:
+    backend = ReferenceBackend(HeadLayout(2, 2, HEAD_DIM), SCALE)
+    cache = (torch.full((5, 4, 2, HEAD_DIM), -1.0), torch.full((5, 4, 2, HEAD_DIM), -2.0))
+    key, value = torch.randn(3, 2, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
+    backend.write(key, value, cache, torch.tensor([18, 0, 7]))
+    for pages, tensor, untouched in ((cache[0], key, -1.0), (cache[1], value, -2.0)):
+        assert torch.equal(pages[4, 2], tensor[0])
+        assert torch.equal(pages[0, 0], tensor[1])
+        assert torch.equal(pages[1, 3], tensor[2])
+        rest = torch.ones(5, 4, dtype=torch.bool)
+        rest[[4, 0, 1], [2, 0, 3]] = False
+        assert bool((pages[rest] == untouched).all())
+
+
+def test_the_named_backend_is_made() -> None:
+    assert make_backend("reference", HeadLayout(2, 1, HEAD_DIM), SCALE, torch.device("cpu")).name == "reference"
+
+
+def test_auto_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        backend = make_backend("auto", HeadLayout(2, 1, HEAD_DIM), SCALE, torch.device("cpu"))
+    assert f"attention backend: {backend.name}" in caplog.text
+
+
+def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
+    with pytest.raises(BackendError, match=r"'fast'; known: auto, .*reference"):
+        make_backend("fast", HeadLayout(2, 1, HEAD_DIM), SCALE, torch.device("cpu"))
