@@ -3,10 +3,10 @@
 from quadriga import LLM, SamplingParams
 """
 
-from driver.llm import LLM, Completion, Increment
+from driver.llm import LLM, Completion, Increment, Stream
 from scheduler.params import InvalidRequest, SamplingParams
 
-__all__ = ["LLM", "Completion", "Increment", "InvalidRequest", "SamplingParams"]
+__all__ = ["LLM", "Completion", "Increment", "InvalidRequest", "SamplingParams", "Stream"]
 
 if __name__ == "__main__":
     from driver.cli import main

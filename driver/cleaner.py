@@ -22,12 +22,12 @@ def processes_of(folder: str, spared: set[int]) -> set[int]:
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{entry}/cmdline", "rb") as file:
-                uses = folder.encode() in file.read()
+                names = os.fsdecode(file.read()).split("\0")
             descriptors = f"/proc/{entry}/fd"
-            uses = uses or any(os.readlink(f"{descriptors}/{fd}").startswith(folder) for fd in os.listdir(descriptors))
+            names += [os.readlink(f"{descriptors}/{descriptor}") for descriptor in os.listdir(descriptors)]
         except OSError:
             continue  # it ended while we looked, or is another user's
-        if uses:
+        if any(f"{folder}/" in name or name.endswith(folder) for name in names):
             found.add(int(entry))
     return found - spared
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from workers.spec import DTYPES
@@ -76,10 +75,10 @@ class EngineConfig:
         ):
             self._check_integer(name, low, high)
         for name, high in (
-            ("kv_cache_gib", math.inf),
+            ("kv_cache_gib", 1e6),
             ("gpu_memory_utilization", 1.0),
-            ("start_timeout_seconds", math.inf),
-            ("step_timeout_seconds", math.inf),
+            ("start_timeout_seconds", 1e6),
+            ("step_timeout_seconds", 1e6),
         ):
             self._check_positive(name, high)
         if self.executor == "inline" and self.tensor_parallel_size != 1:

@@ -14,7 +14,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
 from driver.text import TextStream
@@ -77,21 +77,21 @@ class _Live:
     sink: Sink
 
 
-@dataclass(slots=True)
 class Engine:
     """Runs requests on an executor that has been started."""
 
-    executor: Executor
-    scheduler: Scheduler
-    async_depth: int
-    step_timeout_seconds: float
-    frames: FrameSizes = field(default_factory=FrameSizes)
-    _commands: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    _live: dict[str, _Live] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _thread: threading.Thread | None = None
-    _closing: bool = False
-    _dead: Exception | None = None
+    def __init__(self, executor: Executor, scheduler: Scheduler, async_depth: int, step_timeout_seconds: float) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.frames = FrameSizes()
+        self._max_in_flight = max(1, async_depth)
+        self._step_timeout_seconds = step_timeout_seconds
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._live: dict[str, _Live] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._dead: Exception | None = None
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="quadriga-engine", daemon=True)
@@ -145,7 +145,7 @@ class Engine:
 
     def _publish_ahead(self) -> None:
         scheduler = self.scheduler
-        while len(scheduler.in_flight) < max(1, self.async_depth):
+        while len(scheduler.in_flight) < self._max_in_flight:
             plan = scheduler.schedule()
             if plan is None:
                 return
@@ -157,10 +157,10 @@ class Engine:
         in_flight = self.scheduler.in_flight
         if not in_flight:
             return self.executor.receive(None)
-        deadline = time.monotonic() + self.step_timeout_seconds
-        result = self.executor.receive(self.step_timeout_seconds)
+        deadline = time.monotonic() + self._step_timeout_seconds
+        result = self.executor.receive(self._step_timeout_seconds)
         if result is None and time.monotonic() >= deadline:
-            raise WorkerFailed(f"step {in_flight[0].step} took longer than {self.step_timeout_seconds:g} s")
+            raise WorkerFailed(f"step {in_flight[0].step} took longer than {self._step_timeout_seconds:g} s")
         return result
 
     def _take_result(self, result: StepResult) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from driver.llm import LLM, Completion, Prompt
+from driver.options import engine_options
 from scheduler.params import InvalidRequest, SamplingParams
 
 logger = logging.getLogger("quadriga.generate")
@@ -31,8 +32,6 @@ class Task:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code: 2 when any prompt could not be served as asked."""
-    from driver.cli import engine_options
-
     defaults = _sampling_fields(args)
     SamplingParams.from_mapping(defaults)  # the command line's own values are checked before any work
     tasks = _read_tasks(args, defaults)
@@ -79,7 +78,7 @@ def _read_line(line: str, where: str, defaults: dict[str, Any]) -> Task:
     """One line's task; a fault in its values concerns this line alone, broken JSON the whole file."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptFileError(f"{where} is not JSON: {error}") from error
     try:
         if not isinstance(value, dict):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import queue
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -74,6 +74,37 @@ class Increment:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
+
+
+class Stream:
+    """An iterator over the increments of one request."""
+
+    def __init__(
+        self, request_id: str, updates: queue.SimpleQueue[Update], abort: Callable[[Sequence[str]], None]
+    ) -> None:
+        self._request_id, self._updates, self._abort = request_id, updates, abort
+        self._ended = False
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Increment:
+        if self._ended:
+            raise StopIteration
+        update = self._updates.get()
+        self._ended = update.finish_reason is not None
+        if update.error is not None:
+            raise update.error
+        return Increment(update.text, update.token_ids, update.finish_reason, update.stop_reason)
+
+    def close(self) -> None:
+        """Aborts the request if it is still running. May be called twice."""
+        if not self._ended:
+            self._ended = True
+            self._abort([self._request_id])
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LLM:
@@ -152,14 +183,14 @@ class LLM:
             raise InvalidRequest(f"{len(prompts)} prompts came with {len(many)} sampling parameters")
         return self._run(prompts, many, use_tqdm)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Increment]:
-        """Yields a completion piece by piece. Closing the iterator early aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Iterates over a completion piece by piece. Closing the stream early, or dropping it, aborts the request.
 
         Raises InvalidRequest at once for a bad prompt; WorkerFailed or EngineDead when the engine fails.
         """
+        self.start()
         completion, request = self._prepare(prompt, params or SamplingParams())
-        updates = self._submit([(completion, request)])
-        return self._stream(request.id, updates)
+        return Stream(request.id, self._submit([(completion, request)]), self._abort)
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Completes a conversation of {"role", "content"} messages, laid out by the model's chat template."""
@@ -187,6 +218,7 @@ class LLM:
     # ---- pieces
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool) -> list[Completion]:
+        self.start()
         completions: list[Completion] = []
         accepted: list[tuple[Completion, Request]] = []
         for prompt, one in zip(prompts, params, strict=True):
@@ -216,21 +248,8 @@ class LLM:
                 raise completion.error
         return completions
 
-    def _stream(self, request_id: str, updates: queue.SimpleQueue[Update]) -> Iterator[Increment]:
-        ended = False
-        try:
-            while not ended:
-                update = updates.get()
-                ended = update.finish_reason is not None
-                if update.error is not None:
-                    raise update.error
-                yield Increment(update.text, update.token_ids, update.finish_reason, update.stop_reason)
-        finally:
-            if not ended:
-                self._abort([request_id])
-
     def _submit(self, accepted: Sequence[tuple[Completion, Request]]) -> queue.SimpleQueue[Update]:
-        engine = self.start()._engine
+        engine = self._engine
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         decode = self.model.tokenizer.decode if self.model.tokenizer else None
         for completion, request in accepted:
@@ -247,10 +266,8 @@ class LLM:
         """Checks a prompt and makes its request. Raises InvalidRequest, naming value and limit."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
-        if isinstance(prompt, str):
-            token_ids = self._tokenizer("a text prompt").encode(prompt)
-        else:
-            token_ids = _checked_ids(prompt, self.model.arch.vocab_size)
+        ids = self._tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
+        token_ids = _checked_ids(ids, self.model.arch.vocab_size)
         room = self.model.max_model_len - len(token_ids)
         if not token_ids:
             raise InvalidRequest("the prompt is empty: 0 tokens, at least 1 is needed")
@@ -269,7 +286,7 @@ class LLM:
         end = frozenset() if params.ignore_eos else self.model.end_token_ids
         request = Request(
             id=f"r{next(self._ids)}",
-            tokens=list(token_ids),
+            tokens=token_ids,
             params=params,
             max_tokens=params.max_tokens or min(room, self._cache_room(len(token_ids)), DEFAULT_MAX_TOKENS),
             stop_ids=end | frozenset(params.stop_token_ids),
@@ -299,7 +316,7 @@ def _is_prompt(value: Any) -> bool:
     """A string, or a non-empty sequence of integers."""
     if isinstance(value, str):
         return True
-    return isinstance(value, Sequence) and len(value) > 0 and all(hasattr(item, "__index__") for item in value)
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Integral) for item in value)
 
 
 def _single(params: Any) -> SamplingParams:
@@ -315,9 +332,9 @@ def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
         raise InvalidRequest(f"a prompt must be a string or a list of token ids, got {prompt!r}")
     ids = []
     for position, item in enumerate(prompt):
-        if isinstance(item, bool) or not hasattr(item, "__index__"):
+        if isinstance(item, bool) or not isinstance(item, Integral):
             raise InvalidRequest(f"token id at position {position} must be an integer, got {item!r}")
-        token_id = operator.index(item)
+        token_id = int(item)
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"token id {token_id} at position {position} is outside the vocabulary of {vocab_size}"

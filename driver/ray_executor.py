@@ -104,11 +104,15 @@ class RayExecutor:
         be had in time, saying what was asked for and what there is."""
         bundle = {"GPU": 1.0, "CPU": 1.0} if specs[0].device == "cuda" else {"CPU": 1.0}
         group = placement_group([dict(bundle) for _ in specs], strategy="PACK")
-        if not group.wait(self._timeout):
+        patience = min(3.0, self._timeout)
+        if group.wait(patience):
+            return group
+        wanted = f"{len(specs)} workers with {_resources(bundle)} each"
+        logger.warning("waiting for room for %s; the Ray cluster has %s", wanted, describe_nodes())
+        if not group.wait(self._timeout - patience):
             remove_placement_group(group)
             raise ConfigError(
-                f"no room for {len(specs)} workers with {_resources(bundle)} each within {self._timeout:g} s; "
-                f"the Ray cluster has {describe_nodes()}"
+                f"no room for {wanted} within {self._timeout:g} s; the Ray cluster has {describe_nodes()}"
             )
         return group
 

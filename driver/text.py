@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
-_MAX_HELD = 64  # replacement characters held back before they are taken for what the model really wrote
 
 
 class Detokenizer:
@@ -27,8 +26,6 @@ class Detokenizer:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         certain = text.rstrip(_REPLACEMENT)
-        if len(text) - len(certain) > _MAX_HELD:
-            certain = text
         piece = certain[self._out :]
         self._out = max(self._out, len(certain))
         if certain == text:
@@ -63,9 +60,10 @@ class StopFilter:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The one that is whole first, so that the answer does not depend on how the text was cut into pieces.
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, self.matched = min(found)
+            _, at, self.matched = min(found)
             self._held = ""
             return text[:at]
         keep = self._possible_start(text)

@@ -12,6 +12,8 @@ import tokenizers
 
 from scheduler.params import InvalidRequest
 
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be read."""
@@ -35,6 +37,11 @@ class Tokenizer:
         return frozenset() if token_id is None else frozenset({token_id})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises InvalidRequest for a string that is not text: one with half of a surrogate pair."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the text cannot be encoded: {error}") from error
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -48,8 +55,6 @@ class Tokenizer:
         """
         if self._template_source is None:
             raise InvalidRequest("this model has no chat template; send a plain prompt")
-        import jinja2
-
         try:
             if self._template is None:
                 self._template = _chat_environment().from_string(self._template_source)
@@ -58,9 +63,9 @@ class Tokenizer:
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
-                **{name: self._special(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+                **{name: token for name in _SPECIAL_TOKENS if (token := self._special(name)) is not None},
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except Exception as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
 

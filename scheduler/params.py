@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 DEFAULT_MAX_TOKENS = 128
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
+MAX_TEMPERATURE = 1000.0
+MAX_COUNT = 2**31 - 1  # counts travel to the workers in 32 bits
 MAX_STOP_STRINGS = 64
 
 
@@ -21,7 +22,7 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
     max_tokens: new tokens at most; None means 128 or the room left in the context, whichever is smaller.
-    temperature: 0 takes the most likely token (greedy); higher flattens the distribution.
+    temperature: 0 takes the most likely token (greedy); higher flattens the distribution, up to 1000.
     top_p: sample from the smallest set of tokens whose probability reaches this, in (0, 1].
     top_k: sample from the k most likely tokens; 0 means all.
     min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
@@ -47,10 +48,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, low=1)
-        _number("temperature", self.temperature, low=0.0)
+            _integer("max_tokens", self.max_tokens, low=1, high=MAX_COUNT)
+        _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
-        _integer("top_k", self.top_k, low=0)
+        _integer("top_k", self.top_k, low=0, high=MAX_COUNT)
         _number("min_p", self.min_p, low=0.0, high=1.0)
         if self.seed is not None:
             _integer("seed", self.seed, low=SEED_MIN, high=SEED_MAX)
@@ -67,22 +68,20 @@ class SamplingParams:
         return cls(**values)
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequest(f"{name} must be {bound}, got {value}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}")
 
 
-def _number(name: str, value: object, low: float, high: float = math.inf, low_open: bool = False) -> None:
+def _number(name: str, value: object, low: float, high: float, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
     # Written so that NaN, which compares false with everything, is refused too.
-    inside = (low < value if low_open else low <= value) and value <= high and math.isfinite(value)
+    inside = (low < value if low_open else low <= value) and value <= high
     if not inside:
-        end = f"{high:g}]" if math.isfinite(high) else "inf)"
-        raise InvalidRequest(f"{name} must be in {'(' if low_open else '['}{low:g}, {end}, got {value}")
+        raise InvalidRequest(f"{name} must be in {'(' if low_open else '['}{low:g}, {high:g}], got {value}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -101,5 +100,5 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(items, list | tuple):
         raise InvalidRequest(f"{name} must be a list of token ids, got {value!r}")
     for item in items:
-        _integer(f"{name} entry", item, low=0)
+        _integer(f"{name} entry", item, low=0, high=MAX_COUNT)
     return tuple(items)

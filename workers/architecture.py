@@ -22,7 +22,13 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "SmolLM3ForCausalLM",
 )
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The covered rope types, each with the numbers that it needs.
+_ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 
 
 class UnsupportedModel(ValueError):
@@ -75,7 +81,8 @@ def read_architecture(folder: Path) -> Architecture:
     Raises UnsupportedModel for a folder without a readable config.json or an architecture that is not covered.
     """
     config = _read_json(folder / "config.json")
-    names = config.get("architectures") or []
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else []
     name = next((n for n in names if n in ARCHITECTURES), None)
     if name is None:
         raise UnsupportedModel(
@@ -99,8 +106,8 @@ def _build(name: str, config: dict[str, Any], generation: dict[str, Any]) -> Arc
     num_layers = _size(config, "num_hidden_layers")
     rotary_layers = _rotary_layers(name, config, num_layers)
     num_q_heads = _size(config, "num_attention_heads")
-    num_kv_heads = config.get("num_key_value_heads") or num_q_heads
-    head_dim = config.get("head_dim") or _size(config, "hidden_size") // num_q_heads
+    num_kv_heads = _size(config, "num_key_value_heads", default=num_q_heads)
+    head_dim = _size(config, "head_dim", default=_size(config, "hidden_size") // num_q_heads)
     if num_q_heads % num_kv_heads:
         raise UnsupportedModel(f"{num_q_heads} attention heads are not a multiple of {num_kv_heads} key/value heads")
     if head_dim % 2:
@@ -151,7 +158,7 @@ def _windows(name: str, config: dict[str, Any], rotary_layers: tuple[bool, ...])
         slides = [layer >= config.get("max_window_layers", 28) for layer in range(num_layers)]
     if not any(slides):
         return (None,) * num_layers
-    window = _size({"sliding_window": 4096, **config}, "sliding_window")
+    window = _size(config, "sliding_window", default=4096)
     return tuple(window if slide else None for slide in slides)
 
 
@@ -170,19 +177,24 @@ def _rotary_layers(name: str, config: dict[str, Any], num_layers: int) -> tuple[
 def _rope(name: str, config: dict[str, Any]) -> RopeSpec:
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in _ROPE_TYPES:
-        raise UnsupportedModel(f"rope type {kind!r} is not supported; covered are {', '.join(_ROPE_TYPES)}")
+    if kind not in _ROPE_NUMBERS:
+        raise UnsupportedModel(f"rope type {kind!r} is not supported; covered are {', '.join(_ROPE_NUMBERS)}")
     if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial rotary embedding is not supported")
     theta = float(settings.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA.get(name, 10_000.0))
     if not (math.isfinite(theta) and theta > 0):
         raise UnsupportedModel(f"rope_theta must be positive, got {theta}")
     settings.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    for key in _ROPE_NUMBERS[kind]:
+        value = settings.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UnsupportedModel(f"rope type {kind!r} needs a positive {key}, got {value!r}")
     return RopeSpec(theta, kind, settings)
 
 
-def _size(config: dict[str, Any], key: str) -> int:
-    value = config[key]
+def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer; one with a default may be missing or null."""
+    value = config[key] if default is None else config.get(key) or default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"{key} must be a positive integer, got {value!r}")
     return value

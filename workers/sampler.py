@@ -52,18 +52,16 @@ class Sampler:
         plain = random & ~truncated
         if plain.any():
             index = self._index(plain)
-            logits[index] = self._perturbed(logits[index], rows, plain, self.own_ids)
+            # argmax(logits / T + noise), times T: no temperature, however small, overflows.
+            noise = gumbel_noise(*noise_keys(rows, plain), self.own_ids)
+            logits[index] += noise * self._column(rows.temperature[plain]).float()
         tokens = self._argmax(logits)
         if full is not None:
-            scores = truncate(full / self._column(rows.temperature[truncated]), rows, truncated)
-            scores += gumbel_noise(*noise_keys(rows, truncated), self.ids)
+            # From the maximum down and in fp64, so that no temperature, however small, overflows.
+            scaled = (full - full.amax(dim=-1, keepdim=True)).double() / self._column(rows.temperature[truncated])
+            scores = truncate(scaled, rows, truncated) + gumbel_noise(*noise_keys(rows, truncated), self.ids)
             tokens[self._index(truncated)] = scores.argmax(dim=-1)
         return tokens
-
-    def _perturbed(
-        self, logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray, ids: torch.Tensor
-    ) -> torch.Tensor:
-        return logits / self._column(rows.temperature[chosen]) + gumbel_noise(*noise_keys(rows, chosen), ids)
 
     def _argmax(self, scores: torch.Tensor) -> torch.Tensor:
         """The best id over all ranks' ranges; of equals, the lowest."""
@@ -89,11 +87,11 @@ class Sampler:
         return torch.from_numpy(np.flatnonzero(chosen)).to(self.ids.device)
 
     def _column(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.float32)).to(self.ids.device).unsqueeze(-1)
+        return torch.from_numpy(values).to(self.ids.device).unsqueeze(-1)
 
 
 def truncate(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:
-    """Masks out of [n, vocabulary] logits what top-k, then top-p, then min-p of the chosen rows exclude."""
+    """Masks out of [n, vocabulary] fp64 logits what top-k, then top-p, then min-p of the chosen rows exclude."""
     device = logits.device
     column = lambda values: torch.from_numpy(values[chosen]).to(device).unsqueeze(-1)  # noqa: E731
     top_k, top_p, min_p = column(rows.top_k), column(rows.top_p), column(rows.min_p)
@@ -101,7 +99,7 @@ def truncate(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> to
     vocab = logits.shape[-1]
     rank = torch.arange(vocab, device=device)
     keep = rank < torch.where(top_k > 0, top_k, vocab)
-    probabilities = ordered.masked_fill(~keep, float("-inf")).double().softmax(dim=-1)
+    probabilities = ordered.masked_fill(~keep, float("-inf")).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     keep &= (before < top_p) | (top_p >= 1)
     keep &= probabilities >= min_p * probabilities[:, :1]

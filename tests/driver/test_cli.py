@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from driver import cli
 from driver.config import EngineConfig
 from driver.llm import LLM
+from driver.options import add_engine_options, engine_options
 from scheduler.params import SamplingParams
 from tests.driver.conftest import Run
 from tests.models import VOCAB_SIZE, greedy
@@ -135,7 +136,7 @@ def test_lines_of_every_kind_are_served_in_order(run: Run, folder: Path, tmp_pat
         ({"prompt": "a", "max_tokens": 300}, "300 need 19 KV blocks of 16 tokens, but the KV cache has 8"),
         ({"prompt": "a", "temperature": 10**400}, "temperature"),
         ({"prompt": "a", "top_k": 2**64}, "top_k"),
-        ("half a character \ud800", "line 2"),
+        ("half a character \ud800", "surrogates not allowed"),
     ],
     ids=lambda value: str(value)[:40].encode("ascii", "replace").decode(),
 )
@@ -190,12 +191,12 @@ def test_a_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path, name: str
         (["--prompt", ""], ["0 tokens, at least 1"]),
         (["--prompt", "x" * 512], ["512 tokens", "context length of 512"]),
         (["--prompt", "x" * 40, "--max-model-len", "32"], ["40 tokens", "context length of 32"]),
-        (["--prompt", "a", "--max-tokens", "0"], ["max_tokens must be at least 1, got 0"]),
+        (["--prompt", "a", "--max-tokens", "0"], ["max_tokens must be between 1 and 2147483647, got 0"]),
         (["--prompt", "a", "--max-tokens", "512"], ["max_tokens 512", "511 tokens left", "512"]),
-        (["--prompt", "a", "--temperature", "-1"], ["temperature must be in [0, inf), got -1.0"]),
-        (["--prompt", "a", "--temperature", "nan"], ["temperature must be in [0, inf), got nan"]),
+        (["--prompt", "a", "--temperature", "-1"], ["temperature must be in [0, 1000], got -1.0"]),
+        (["--prompt", "a", "--temperature", "nan"], ["temperature must be in [0, 1000], got nan"]),
         (["--prompt", "a", "--top-p", "0"], ["top_p must be in (0, 1], got 0.0"]),
-        (["--prompt", "a", "--top-k", "-1"], ["top_k must be at least 0, got -1"]),
+        (["--prompt", "a", "--top-k", "-1"], ["top_k must be between 0 and 2147483647, got -1"]),
         (["--prompt", "a", "--min-p", "1.5"], ["min_p must be in [0, 1], got 1.5"]),
         (["--prompt", "a", "--seed", str(2**64)], ["seed", str(2**64), str(2**64 - 1)]),
         (["--prompt", "a", "--stop", ""], ["stop must not contain the empty string"]),
@@ -240,8 +241,9 @@ def test_cuda_without_a_gpu_is_refused(run: Run) -> None:
 
 def test_engine_options_become_the_configuration() -> None:
     """Every setting with an option arrives; those without one keep their default."""
-    given = ["generate", "--model", "m", "--prompt", "a", "--tp", "3", "--start-timeout", "7", "--block-size", "8"]
-    config = EngineConfig(**cli.engine_options(cli._parser().parse_args(given)))
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    given = parser.parse_args(["--model", "m", "--tp", "3", "--start-timeout", "7", "--block-size", "8"])
+    config = EngineConfig(**engine_options(given))
     assert (config.tensor_parallel_size, config.start_timeout_seconds, config.block_size) == (3, 7.0, 8)
-    plain = cli._parser().parse_args(["generate", "--model", "m", "--prompt", "a"])
-    assert EngineConfig(**cli.engine_options(plain)) == EngineConfig(model="m")
+    assert EngineConfig(**engine_options(parser.parse_args(["--model", "m"]))) == EngineConfig(model="m")

@@ -1,0 +1,83 @@
+"""The command line's options that make up an EngineConfig, shared by all commands that run a model."""
+
+from __future__ import annotations
+
+import argparse
+
+from driver.config import DEVICES, EXECUTORS, MAX_ASYNC_DEPTH, EngineConfig
+from workers.spec import DTYPES
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Adds them to a command's parser."""
+    defaults = EngineConfig.__dataclass_fields__
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model", required=True, help="model folder, GGUF file, Hugging Face id, or smollm2 (SmolLM2-135M-Instruct)"
+    )
+    group.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="tensor-parallel size in ranks; need not divide the heads"
+    )
+    group.add_argument("--executor", choices=EXECUTORS, default="auto", help="auto: inline for one rank, else ray")
+    group.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU")
+    group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the model's own")
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="token budget of a step; not given: 2048 on cuda, 512 on cpu",
+    )
+    group.add_argument(
+        "--max-num-seqs", type=int, default=defaults["max_num_seqs"].default, metavar="N", help="requests at once"
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt plus output tokens of a request; not given: the model's own limit",
+    )
+    group.add_argument(
+        "--block-size", type=int, default=defaults["block_size"].default, metavar="N", help="tokens per KV block"
+    )
+    group.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        metavar="GIB",
+        help="memory of each rank's KV cache in GiB; not given: 2 on cpu, what is left on cuda",
+    )
+    group.add_argument("--num-kv-blocks", type=int, metavar="N", help="exact number of KV blocks instead")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=defaults["gpu_memory_utilization"].default,
+        metavar="F",
+        help="share of each GPU's memory to use, (0, 1]",
+    )
+    group.add_argument("--attention-backend", default="auto", metavar="NAME", help="auto or reference")
+    group.add_argument(
+        "--async-depth",
+        type=int,
+        default=defaults["async_depth"].default,
+        metavar="N",
+        help=f"steps in flight at once, 0 to {MAX_ASYNC_DEPTH}; 0 waits for each",
+    )
+    group.add_argument(
+        "--ray-address",
+        default="auto",
+        metavar="ADDRESS",
+        help="a Ray cluster to join, or local for a private one; auto: a running one, else private",
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=float,
+        default=defaults["start_timeout_seconds"].default,
+        metavar="S",
+        help="seconds to wait for devices and ranks",
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, object]:
+    """The parsed engine options under the names of EngineConfig's fields."""
+    renamed = {"tensor_parallel_size": "tp", "start_timeout_seconds": "start_timeout"}
+    names = [name for name in EngineConfig.__dataclass_fields__ if hasattr(args, renamed.get(name, name))]
+    return {name: getattr(args, renamed.get(name, name)) for name in names}
