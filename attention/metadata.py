@@ -84,10 +84,11 @@ class DecodeMetadata:
     max_seq_len: int
 
     def __post_init__(self) -> None:
+        _require(self.context_lens.dim() == 1, f"context_lens must be [rows], got {tuple(self.context_lens.shape)}")
         count = self.context_lens.shape[0]
         _require(count > 0, "a decode part needs at least one row; leave it out when there is none")
         _require(
-            self.context_lens.dim() == 1 and self.block_table.dim() == 2 and self.block_table.shape[0] == count,
+            self.block_table.dim() == 2 and self.block_table.shape[0] == count,
             f"{count} decodes, but block_table {tuple(self.block_table.shape)}",
         )
         _require(self.max_seq_len >= 1, f"the largest decode context must be at least 1, got {self.max_seq_len}")

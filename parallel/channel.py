@@ -7,9 +7,11 @@ that it was given through Ray; what comes from anyone else is dropped. Delivery 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
+import time
 from dataclasses import dataclass
 
 import zmq
@@ -17,6 +19,7 @@ import zmq.utils.monitor
 
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 8000
+CONNECT_SECONDS = 10.0  # the driver listens before it gives its address away
 _MAX_RESULT_BYTES = 64 << 20
 
 
@@ -164,7 +167,9 @@ class WorkerChannel:
             self._socket.curve_publickey = public_key
             self._socket.curve_secretkey = secret_key
             self._socket.curve_serverkey = address.server_key
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._connect_deadline: float | None = time.monotonic() + CONNECT_SECONDS
+        self._lost = False
         self._socket.connect(address.url)
         self._socket.send_multipart([b"hello", address.token + b":%d" % rank])
         self._poller = zmq.Poller()
@@ -173,16 +178,37 @@ class WorkerChannel:
 
     def receive(self, timeout_seconds: float | None) -> bytes | None:
         """The next plan frame, or None when time is up. Raises ChannelClosed when the driver ends."""
-        timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
-        ready = dict(self._poller.poll(timeout))
-        if self._socket in ready:
-            kind, body = self._socket.recv_multipart()
-            if kind == b"close":
-                raise ChannelClosed("the driver has closed the channel", farewell=True)
-            return body
-        if self._monitor in ready:
-            raise ChannelClosed("the driver has gone away")
-        return None
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            ready = dict(self._poller.poll(self._patience_ms(deadline)))
+            if self._monitor in ready:
+                self._take_event()
+            # Looked at in any case: what the driver sent before it left must not be lost.
+            if self._socket.poll(0):
+                return self._take()
+            if self._lost:
+                raise ChannelClosed("the driver has gone away")
+            if self._connect_deadline is not None and time.monotonic() > self._connect_deadline:
+                raise ChannelClosed(f"no driver answered within {CONNECT_SECONDS:g} s")
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+
+    def _patience_ms(self, deadline: float | None) -> int | None:
+        ends = [end for end in (deadline, self._connect_deadline) if end is not None]
+        return max(0, math.ceil((min(ends) - time.monotonic()) * 1000)) if ends else None
+
+    def _take_event(self) -> None:
+        event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
+        if event == zmq.EVENT_CONNECTED:
+            self._connect_deadline = None
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._lost = True
+
+    def _take(self) -> bytes:
+        kind, body = self._socket.recv_multipart()
+        if kind == b"close":
+            raise ChannelClosed("the driver has closed the channel", farewell=True)
+        return body
 
     def send(self, kind: bytes, body: bytes) -> None:
         self._socket.send_multipart([kind, body])

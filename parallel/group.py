@@ -69,6 +69,9 @@ class TensorParallelGroup:
         return int(tensor.item())
 
     def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

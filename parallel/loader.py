@@ -58,7 +58,8 @@ class Checkpoint:
             if found != shape:
                 raise CheckpointError(f"tensor {name!r} in {path} has shape {found}, the model needs {shape}")
             cuts = tuple(
-                slice(r.start, r.stop) if (r := (cut or {}).get(dim)) else slice(None) for dim in range(len(shape))
+                slice(None) if (r := (cut or {}).get(dim)) is None else slice(r.start, r.stop)
+                for dim in range(len(shape))
             )
             tensor = tensor_slice[cuts]
         except SafetensorError as error:
@@ -88,9 +89,13 @@ class Checkpoint:
         if index.is_file():
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
-                paths = [self.folder / name for name in sorted(set(weight_map.values()))]
+                names = sorted(set(weight_map.values()))
+                paths = [self.folder / name for name in names]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"cannot read {index}: {error!r}") from error
+            outside = [name for name in names if Path(name).name != name]
+            if outside:
+                raise CheckpointError(f"{index} names {outside[0]}, which lies outside {self.folder}")
         else:
             paths = sorted(self.folder.glob("*.safetensors"))
             if (self.folder / SINGLE_FILE) in paths:
@@ -100,8 +105,6 @@ class Checkpoint:
         for path in paths:
             if not path.is_file():
                 raise CheckpointError(f"{index} names {path.name}, which is not in {self.folder}")
-            if path.resolve().parent != self.folder.resolve() and ".." in path.name:
-                raise CheckpointError(f"{index} names {path.name}, which lies outside {self.folder}")
         return paths
 
 

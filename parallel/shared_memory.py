@@ -32,6 +32,7 @@ class SharedMemory:
 
     def __init__(self, descriptor: int, rank: int, size: int, timeout_seconds: float) -> None:
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+        self._descriptor = descriptor
         self._count = 0
         header = size * _COUNTER_BYTES
         self._memory = mmap.mmap(descriptor, _segment_bytes(size))
@@ -50,6 +51,10 @@ class SharedMemory:
         pieces = tensor.contiguous().view(-1).split(SLOT_BYTES // tensor.element_size())
         parts = [self._exchange(piece).clone() for piece in pieces]
         return torch.cat(parts, dim=1).view(self.size, *tensor.shape)
+
+    def close(self) -> None:
+        """Gives up the descriptor. The memory itself goes with the last tensor over it."""
+        os.close(self._descriptor)
 
     def _exchange(self, piece: torch.Tensor) -> torch.Tensor:
         """All ranks' pieces, [size, n]; to be read before the next exchange."""

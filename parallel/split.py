@@ -61,11 +61,6 @@ def shard_heads(num_q_heads: int, num_kv_heads: int, size: int) -> list[HeadShar
         return [HeadShard(range(kv.start * group, kv.stop * group), kv) for kv in deal(num_kv_heads, size)]
     shards = []
     for kv_head, sharers in enumerate(deal(size, num_kv_heads)):
-        if len(sharers) > group:
-            raise SplitError(
-                f"tensor-parallel size {size} leaves ranks without a query head: the model has {num_kv_heads} "
-                f"key/value heads with {group} query heads each"
-            )
         first = kv_head * group
         for q in deal(group, len(sharers)):
             shards.append(HeadShard(range(first + q.start, first + q.stop), range(kv_head, kv_head + 1)))

@@ -12,9 +12,18 @@ from typing import Any
 # What distinguishes the covered architectures beyond what their configuration says by itself.
 _QKV_BIAS = {"Qwen2ForCausalLM"}
 _QK_NORM = {"Qwen3ForCausalLM"}
-# Defaults that a config.json may leave out, where they differ from the family's.
-_TIED_BY_DEFAULT = {"SmolLM3ForCausalLM"}
-_DEFAULT_THETA = {"SmolLM3ForCausalLM": 2_000_000.0}
+# What transformers takes for fields that a config.json leaves out, where it is not the family's common default.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "SmolLM3ForCausalLM": {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+}
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -95,7 +104,9 @@ def read_architecture(folder: Path) -> Architecture:
         raise UnsupportedModel(f"hidden_act {config['hidden_act']!r} is not supported; covered is 'silu'")
     generation = folder / "generation_config.json"
     try:
-        return _build(name, config, _read_json(generation) if generation.is_file() else {})
+        return _build(
+            name, {**_DEFAULTS.get(name, {}), **config}, _read_json(generation) if generation.is_file() else {}
+        )
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UnsupportedModel):
             raise
@@ -124,8 +135,8 @@ def _build(name: str, config: dict[str, Any], generation: dict[str, Any]) -> Arc
         head_dim=head_dim,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=_size(config, "max_position_embeddings"),
-        rope=_rope(name, config),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", name in _TIED_BY_DEFAULT)),
+        rope=_rope(config),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=name in _QKV_BIAS or attention_bias,
         output_bias=attention_bias and name not in _QKV_BIAS,
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -149,16 +160,16 @@ def _windows(name: str, config: dict[str, Any], rotary_layers: tuple[bool, ...])
             raise UnsupportedModel(f"layer types {sorted(unknown)} are not supported")
         slides = [kind == "sliding_attention" for kind in types]
     elif name == "MistralForCausalLM":
-        slides = [config.get("sliding_window", 4096) is not None] * num_layers
+        slides = [config["sliding_window"] is not None] * num_layers
     elif not config.get("use_sliding_window"):
         slides = [False] * num_layers
     elif name == "SmolLM3ForCausalLM":
         slides = [config.get("sliding_window") is not None and not rotary for rotary in rotary_layers]
     else:
-        slides = [layer >= config.get("max_window_layers", 28) for layer in range(num_layers)]
+        slides = [layer >= config["max_window_layers"] for layer in range(num_layers)]
     if not any(slides):
         return (None,) * num_layers
-    window = _size(config, "sliding_window", default=4096)
+    window = _size(config, "sliding_window")
     return tuple(window if slide else None for slide in slides)
 
 
@@ -174,14 +185,14 @@ def _rotary_layers(name: str, config: dict[str, Any], num_layers: int) -> tuple[
     return tuple(map(bool, flags))
 
 
-def _rope(name: str, config: dict[str, Any]) -> RopeSpec:
+def _rope(config: dict[str, Any]) -> RopeSpec:
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in _ROPE_NUMBERS:
         raise UnsupportedModel(f"rope type {kind!r} is not supported; covered are {', '.join(_ROPE_NUMBERS)}")
     if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial rotary embedding is not supported")
-    theta = float(settings.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA.get(name, 10_000.0))
+    theta = float(settings.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     if not (math.isfinite(theta) and theta > 0):
         raise UnsupportedModel(f"rope_theta must be positive, got {theta}")
     settings.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))

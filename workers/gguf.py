@@ -40,9 +40,10 @@ def converted_folder(path: Path) -> Path:
     """
     key = _fingerprint(path)
     root = cache_root() / "gguf"
+    made = next(root.glob(f"*-{key}"), None)
+    if made is not None:
+        return made
     folder = root / f"{path.stem}-{key}"
-    if folder.is_dir():
-        return folder
     root.mkdir(parents=True, exist_ok=True)
     with open(root / f".{key}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

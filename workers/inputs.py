@@ -29,11 +29,9 @@ class StepInputs:
     next_positions: np.ndarray
 
 
-def build_inputs(
-    plan: StepPlan, rows: Rows, last_tokens: torch.Tensor, block_size: int, device: torch.device
-) -> StepInputs:
+def build_inputs(plan: StepPlan, rows: Rows, last_tokens: torch.Tensor, device: torch.device) -> StepInputs:
     """last_tokens: [rows] int64 on the device, each row's newest sampled token; decodes never wait for the host."""
-    decoding = rows.decoding
+    decoding, block_size = rows.decoding, rows.block_size
     chunk_rows = [chunk.row for chunk in plan.chunks]
     token_rows = np.concatenate([np.repeat(chunk_rows, [c.length for c in plan.chunks]), decoding]).astype(np.int64)
     positions = np.concatenate(
@@ -57,8 +55,8 @@ def build_inputs(
         metadata=AttentionMetadata(
             slot_mapping=_to(slots, device),
             block_size=block_size,
-            prefill=_prefill(plan, rows, ends, block_size, device) if plan.chunks else None,
-            decode=_decode(rows, block_size, device) if len(decoding) else None,
+            prefill=_prefill(plan, rows, ends, device) if plan.chunks else None,
+            decode=_decode(rows, device) if len(decoding) else None,
         ),
         sampled_tokens=_to(sampled_tokens, device),
         sampled_rows=token_rows[sampled_tokens],
@@ -66,9 +64,9 @@ def build_inputs(
     )
 
 
-def _prefill(plan: StepPlan, rows: Rows, ends: np.ndarray, block_size: int, device: torch.device) -> PrefillMetadata:
+def _prefill(plan: StepPlan, rows: Rows, ends: np.ndarray, device: torch.device) -> PrefillMetadata:
     seq_lens = [chunk.start + chunk.length for chunk in plan.chunks]
-    width = -(-max(seq_lens) // block_size)
+    width = -(-max(seq_lens) // rows.block_size)
     return PrefillMetadata(
         query_start_loc=_to(np.concatenate([[0], ends]).astype(np.int32), device),
         context_lens=_to(np.array(seq_lens, np.int32), device),
@@ -78,9 +76,9 @@ def _prefill(plan: StepPlan, rows: Rows, ends: np.ndarray, block_size: int, devi
     )
 
 
-def _decode(rows: Rows, block_size: int, device: torch.device) -> DecodeMetadata:
+def _decode(rows: Rows, device: torch.device) -> DecodeMetadata:
     seq_lens = rows.computed[rows.decoding] + 1
-    width = -(-int(seq_lens.max()) // block_size)
+    width = -(-int(seq_lens.max()) // rows.block_size)
     return DecodeMetadata(
         context_lens=_to(seq_lens.astype(np.int32), device),
         block_table=_to(rows.block_table[rows.decoding, :width], device),

@@ -44,7 +44,6 @@ class ModelRunner:
 
     def __init__(self, arch: Architecture, spec: WorkerSpec, group: TensorParallelGroup, device: torch.device) -> None:
         self.device = device
-        self.block_size = spec.block_size
         dtype = getattr(torch, spec.dtype)
         shard = make_shard(arch, group, dtype, device)
         self.model = Decoder(arch, shard, spec.max_model_len)
@@ -52,7 +51,7 @@ class ModelRunner:
         self.cache_shape = CacheShape(arch.num_layers, spec.block_size, layout.num_kv_heads, arch.head_dim, dtype)
         self.backend = make_backend(spec.attention_backend, layout, arch.head_dim**-0.5, device)
         self.sampler = Sampler(arch.vocab_size, group, device)
-        self.rows = Rows(spec.num_rows, -(-spec.max_model_len // spec.block_size))
+        self.rows = Rows(spec.num_rows, -(-spec.max_model_len // spec.block_size), spec.block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
 
@@ -71,7 +70,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan, started: float) -> LaunchedStep:
         """Starts one step and returns without waiting for the device."""
         self.rows.apply(plan)
-        inputs = build_inputs(plan, self.rows, self.last_tokens, self.block_size, self.device)
+        inputs = build_inputs(plan, self.rows, self.last_tokens, self.device)
         tokens = self._sample(inputs)
         self.rows.advance(plan)
         if self.device.type != "cuda":

@@ -19,14 +19,20 @@ def resolve_model(model: str) -> Path:
     """
     if model == SMOLLM2:
         return _converted(_packaged_smollm2())
-    path = Path(model).expanduser()
-    if path.is_dir():
+    if not model.strip():
+        raise ModelNotFound(f"a model's name must not be empty, got {model!r}")
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelNotFound(f"{model!r} cannot be a model's name: {error}") from error
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{model} is a file, but not a .gguf file; give a model folder or a GGUF file")
         return _converted(path)
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or not model.strip():
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelNotFound(f"there is no model folder {model!r}")
     return _downloaded(model)
 

@@ -16,8 +16,8 @@ class Rows:
     decoding: rows of the decode part, in order.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
-        self.num_rows, self.max_blocks = num_rows, max_blocks
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int) -> None:
+        self.num_rows, self.max_blocks, self.block_size = num_rows, max_blocks, block_size
         self.begin_epoch(0)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -86,10 +86,15 @@ class Rows:
                 f"step {plan.step} assumes {plan.num_decodes} decoding rows with checksum {plan.checksum:#x}, "
                 f"this rank holds {len(rows)} with {checksum:#x}"
             )
+        if len(rows) and np.any(self.computed[rows] >= self.num_blocks[rows] * self.block_size):
+            raise PlanMismatch(f"step {plan.step} has a decoding row without a block for its next token")
         for chunk in plan.chunks:
             known, computed = self.tokens[chunk.row], int(self.computed[chunk.row])
-            if known is None or chunk.start != computed or chunk.start + chunk.length > len(known):
+            stop = chunk.start + chunk.length
+            known_len = 0 if known is None else len(known)
+            room = int(self.num_blocks[chunk.row]) * self.block_size
+            if chunk.start != computed or stop > min(known_len, room):
                 raise PlanMismatch(
-                    f"step {plan.step} computes tokens {chunk.start} to {chunk.start + chunk.length} of row "
-                    f"{chunk.row}, which has {computed} computed of {0 if known is None else len(known)}"
+                    f"step {plan.step} computes tokens {chunk.start} to {stop} of row {chunk.row}, which has "
+                    f"{computed} computed of {known_len} and blocks for {room}"
                 )

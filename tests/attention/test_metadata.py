@@ -102,7 +102,7 @@ def test_an_empty_decode_part_is_refused() -> None:
     [
         (int32([4, 5]), table(3, 2), r"2 decodes, but block_table \(3, 2\)"),
         (int32([4, 5]), int32([0, 1]), r"2 decodes, but block_table \(2,\)"),
-        (int32([4, 5]).unsqueeze(1), table(2, 2), r"2 decodes"),
+        (int32([4, 5]).unsqueeze(1), table(2, 2), r"must be \[rows\], got \(2, 1\)"),
     ],
 )
 def test_a_decode_part_of_unequal_rows_is_refused(

@@ -55,7 +55,7 @@ def logits_in_chunks(folder: str, chunk_size: int, group: TensorParallelGroup) -
                 plan.admissions = [Admission(0, PROMPT, 0, 0.0, 0, 1.0, 0.0)]
                 plan.new_blocks = [(0, [5, 3, 11, 0, 7, 9, 15, 2, 8, 1])]
             runner.rows.apply(plan)
-            inputs = build_inputs(plan, runner.rows, runner.last_tokens, BLOCK, runner.device)
+            inputs = build_inputs(plan, runner.rows, runner.last_tokens, runner.device)
             hidden = runner.hidden_states(inputs)
             runner.rows.advance(plan)
         own = runner.model.head(hidden[-1:])

@@ -244,9 +244,12 @@ def test_a_killed_driver_is_noticed_within_ten_seconds(host: str | None, connect
         process.stdout.close()
 
 
-def test_a_worker_whose_driver_is_gone_already_does_not_wait_for_ever(host: str | None, connect: Connections) -> None:
+def test_a_worker_whose_driver_is_gone_already_does_not_wait_for_ever(
+    host: str | None, connect: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallel.channel.CONNECT_SECONDS", 0.5)
     gone = DriverChannel(1, host)
     gone.close()
     worker = connect(gone.address, 0)
     with pytest.raises(ChannelClosed):
-        worker.receive(WAIT / 2)
+        worker.receive(WAIT)

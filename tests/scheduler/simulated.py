@@ -41,7 +41,7 @@ class SimulatedRank:
     """Carries out plans as a worker does."""
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, max_blocks: int) -> None:
-        self.rows = Rows(limits.num_rows, max_blocks)
+        self.rows = Rows(limits.num_rows, max_blocks, block_size)
         self.block_size = block_size
         self.cache = np.full((num_blocks, block_size), POISON, np.int64)
         self.last = np.zeros(limits.num_rows, np.int64)

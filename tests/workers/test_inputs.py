@@ -17,7 +17,7 @@ def make_rows(
     tokens: dict[int, list[int]], computed: dict[int, int], blocks: dict[int, list[int]], decoding: list[int]
 ) -> Rows:
     """Rows in the middle of their lives."""
-    rows = Rows(num_rows=6, max_blocks=8)
+    rows = Rows(num_rows=6, max_blocks=8, block_size=BLOCK_SIZE)
     for row, known in tokens.items():
         rows.tokens[row] = np.array(known, np.int64)
         rows.computed[row] = computed[row]
@@ -48,7 +48,7 @@ def mixed() -> tuple[StepPlan, Rows, torch.Tensor]:
 
 
 def build(plan: StepPlan, rows: Rows, last_tokens: torch.Tensor) -> StepInputs:
-    return build_inputs(plan, rows, last_tokens, BLOCK_SIZE, CPU)
+    return build_inputs(plan, rows, last_tokens, CPU)
 
 
 def test_tokens_lie_flat_chunks_first_then_decodes() -> None:
@@ -131,7 +131,7 @@ def test_a_step_of_decodes_alone_has_no_prefill_part() -> None:
 
 def test_positions_and_slots_go_on_from_step_to_step() -> None:
     """A prompt of six tokens in two chunks, then its first decode."""
-    rows, last_tokens = Rows(2, 4), torch.tensor([0, 77])
+    rows, last_tokens = Rows(2, 4, BLOCK_SIZE), torch.tensor([0, 77])
     first = StepPlan(
         0,
         0,

@@ -10,7 +10,7 @@ import pytest
 from scheduler.plan import Admission, Chunk, PlanMismatch, StepPlan, block_weight, row_weight, rows_checksum
 from workers.state import Rows
 
-MAX_BLOCKS = 6
+MAX_BLOCKS, BLOCK_SIZE = 6, 8
 
 
 def admission(row: int, tokens: list[int]) -> Admission:
@@ -63,7 +63,7 @@ def both_decode() -> StepPlan:
 
 @pytest.fixture
 def rows() -> Rows:
-    return Rows(4, MAX_BLOCKS)
+    return Rows(4, MAX_BLOCKS, BLOCK_SIZE)
 
 
 def test_deltas_add_up(rows: Rows) -> None:
