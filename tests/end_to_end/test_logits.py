@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ BLOCK = 4
 PROMPT = [random.Random(9).randrange(300) for _ in range(37)]
 
 
-def logits_in_chunks(folder: str, chunk_size: int, group: TensorParallelGroup) -> torch.Tensor:
-    """[vocabulary] logits after PROMPT, computed chunk by chunk, every rank's part put together."""
+def logits_in_chunks(folder: Path, prompt: list[int], chunk_size: int, group: TensorParallelGroup) -> torch.Tensor:
+    """[vocabulary] logits after the prompt, computed chunk by chunk, every rank's part put together."""
     spec = WorkerSpec(
-        model=folder,
+        model=str(folder),
         rank=group.rank,
         size=group.size,
         device="cpu",
@@ -41,18 +42,16 @@ def logits_in_chunks(folder: str, chunk_size: int, group: TensorParallelGroup) -
         start_timeout_seconds=10,
         step_timeout_seconds=10,
     )
-    from pathlib import Path
-
-    runner = ModelRunner(read_architecture(Path(folder)), spec, group, torch.device("cpu"))
-    runner.load(Path(folder))
+    runner = ModelRunner(read_architecture(folder), spec, group, torch.device("cpu"))
+    runner.load(folder)
     runner.make_cache(16)
-    starts = range(0, len(PROMPT), chunk_size)
+    starts = range(0, len(prompt), chunk_size)
     with torch.inference_mode():
         for step, start in enumerate(starts):
-            length = min(chunk_size, len(PROMPT) - start)
-            plan = StepPlan(0, step, chunks=[Chunk(0, start, length, start + length == len(PROMPT))])
+            length = min(chunk_size, len(prompt) - start)
+            plan = StepPlan(0, step, chunks=[Chunk(0, start, length, start + length == len(prompt))])
             if step == 0:
-                plan.admissions = [Admission(0, PROMPT, 0, 0.0, 0, 1.0, 0.0)]
+                plan.admissions = [Admission(0, prompt, 0, 0.0, 0, 1.0, 0.0)]
                 plan.new_blocks = [(0, [5, 3, 11, 0, 7, 9, 15, 2, 8, 1])]
             runner.rows.apply(plan)
             inputs = build_inputs(plan, runner.rows, runner.last_tokens, runner.device)
@@ -68,6 +67,16 @@ def test_logits_match_transformers(tiny: TinyModels, kind: str, size: int) -> No
     folder = tiny.folder(kind)
     expected = last_logits(folder, PROMPT)
     for chunk_size in (1, 7, 64):
-        for logits in run_ranks(size, lambda group, cut=chunk_size: logits_in_chunks(str(folder), cut, group)):
+        for logits in run_ranks(size, lambda group, cut=chunk_size: logits_in_chunks(folder, PROMPT, cut, group)):
             assert logits.shape == (VOCAB_SIZE,)
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_logits_of_the_real_model_match_transformers(
+    smollm2: Path, smollm2_expected: list[tuple[list[int], list[int]]], size: int
+) -> None:
+    for prompt, _ in smollm2_expected[1:4]:
+        expected = last_logits(smollm2, prompt)
+        for logits in run_ranks(size, lambda group, ids=prompt: logits_in_chunks(smollm2, ids, 5, group)):
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
