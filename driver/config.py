@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.limits import POLICIES, Limits
 from workers.spec import DTYPES
 
 EXECUTORS = ("auto", "inline", "ray")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_ASYNC_DEPTH = 2
+DEFAULT_BUDGETS = {"cpu": 512, "cuda": 2048}
 
 
 class ConfigError(ValueError):
@@ -26,6 +28,12 @@ class EngineConfig:
     dtype: `float32`, `bfloat16`, `float16`, or `auto` for the model's own.
     max_num_batched_tokens: token budget of a step; None means 2048 on CUDA and 512 on CPU.
     max_num_seqs: requests that run at once.
+    policy: order of service: `fcfs`, `priority` or `shortest-prefill`; see scheduler.limits.Limits for this and the
+        next three.
+    chunked_prefill: cut prompts so that decodes are never stalled.
+    max_partial_prefills: long prompts in mid-prefill at once; 0 for any number.
+    long_prefill_token_threshold: tokens of one prompt in a step while others could use the rest; 0 for any number.
+    prefix_caching: keep computed blocks and share them among requests with equal beginnings.
     max_model_len: prompt plus output tokens of a request; None means what the model was made for.
     block_size: tokens per KV block.
     attention_backend: a backend's name, or `auto`.
@@ -47,6 +55,11 @@ class EngineConfig:
     dtype: str = "auto"
     max_num_batched_tokens: int | None = None
     max_num_seqs: int = 256
+    policy: str = "fcfs"
+    chunked_prefill: bool = True
+    max_partial_prefills: int = 0
+    long_prefill_token_threshold: int = 0
+    prefix_caching: bool = True
     max_model_len: int | None = None
     block_size: int = 16
     attention_backend: str = "auto"
@@ -61,13 +74,20 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a name or a path, got {self.model!r}")
-        for name, choices in (("executor", EXECUTORS), ("device", DEVICES), ("dtype", ("auto", *DTYPES))):
+        for name, choices in (
+            ("executor", EXECUTORS),
+            ("device", DEVICES),
+            ("dtype", ("auto", *DTYPES)),
+            ("policy", POLICIES),
+        ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name, low, high in (
             ("tensor_parallel_size", 1, 1024),
             ("max_num_batched_tokens", 1, 1 << 20),
             ("max_num_seqs", 1, 1 << 16),
+            ("max_partial_prefills", 0, 1 << 16),
+            ("long_prefill_token_threshold", 0, 1 << 20),
             ("max_model_len", 2, 1 << 24),
             ("block_size", 1, 4096),
             ("async_depth", 0, MAX_ASYNC_DEPTH),
@@ -81,10 +101,31 @@ class EngineConfig:
             ("step_timeout_seconds", 1e6),
         ):
             self._check_positive(name, high)
+        for name in ("chunked_prefill", "prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.executor == "inline" and self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"the inline executor runs one rank, but tensor_parallel_size is {self.tensor_parallel_size}; use ray"
             )
+
+    def limits(self, device: str, max_model_len: int) -> Limits:
+        """The scheduler's limits on a device. Raises ConfigError when whole prompts would not fit a step."""
+        default = DEFAULT_BUDGETS[device] if self.chunked_prefill else max_model_len
+        budget = self.max_num_batched_tokens or default
+        if not self.chunked_prefill and budget < max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a step must hold a whole prompt: max_num_batched_tokens {budget} is less "
+                f"than the context length of {max_model_len}"
+            )
+        return Limits(
+            budget,
+            self.max_num_seqs,
+            self.policy,
+            self.chunked_prefill,
+            self.max_partial_prefills,
+            self.long_prefill_token_threshold,
+        )
 
     @property
     def uses_ray(self) -> bool:

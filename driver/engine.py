@@ -34,6 +34,7 @@ class EngineDead(RuntimeError):
 class Update:
     """News of one request: text and token ids since the last one, and how it ended if it did.
 
+    cached_tokens: prompt tokens that the prefix cache had.
     error: why it failed; set together with finish_reason "error".
     at: `time.perf_counter()` when the engine had the token.
     """
@@ -44,6 +45,7 @@ class Update:
     finish_reason: str | None
     at: float
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
     error: Exception | None = None
 
 
@@ -184,7 +186,9 @@ class Engine:
             # A stop string wins over "length": it is found in the text that the last token completes.
             if live.text.stop is not None:
                 request.finish_reason, request.stop_reason = "stop", live.text.stop
-        live.sink(Update(request.id, text, token_ids, request.finish_reason, now, request.stop_reason))
+        live.sink(
+            Update(request.id, text, token_ids, request.finish_reason, now, request.stop_reason, request.cached_tokens)
+        )
 
     def _add(self, live: _Live) -> None:
         request = live.request

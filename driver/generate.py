@@ -170,6 +170,7 @@ def _as_json(result: Completion) -> dict[str, Any]:
         "text": result.text,
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,
+        "cached_tokens": result.cached_tokens,
         "ttft_s": result.ttft_s,
         "mean_tbt_s": result.mean_tbt_s,
     }

@@ -33,6 +33,7 @@ class Completion:
     """One request's result.
 
     finish_reason: "stop" (end token or stop string, named by stop_reason), "length", "abort", or "error".
+    cached_tokens: prompt tokens that the prefix cache had.
     error: why the request failed; None otherwise.
     ttft_s: seconds from submission to the first token. mean_tbt_s: mean seconds between tokens. None without tokens.
     """
@@ -43,6 +44,7 @@ class Completion:
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
     error: Exception | None = None
     submitted: float = 0.0
     token_times: list[float] = field(default_factory=list, repr=False)
@@ -61,6 +63,7 @@ class Completion:
         self.output_token_ids += update.token_ids
         self.token_times += [update.at] * len(update.token_ids)
         self.finish_reason, self.stop_reason, self.error = update.finish_reason, update.stop_reason, update.error
+        self.cached_tokens = update.cached_tokens
 
     def fail(self, error: Exception) -> None:
         self.finish_reason, self.error = "error", error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from driver.config import DEVICES, EXECUTORS, MAX_ASYNC_DEPTH, EngineConfig
+from scheduler.limits import POLICIES
 from workers.spec import DTYPES
 
 
@@ -29,6 +30,38 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-num-seqs", type=int, default=defaults["max_num_seqs"].default, metavar="N", help="requests at once"
+    )
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="fcfs",
+        help="order of service; the last two age, so that no request starves",
+    )
+    group.add_argument(
+        "--chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cut prompts so that decodes never wait for them; without, prompts are computed whole and first",
+    )
+    group.add_argument(
+        "--max-partial-prefills",
+        type=int,
+        default=0,
+        metavar="N",
+        help="prompts longer than the threshold in mid-prefill at once; 0 means any number",
+    )
+    group.add_argument(
+        "--long-prefill-token-threshold",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of one prompt in a step while others could use the rest; 0 means any number",
+    )
+    group.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share computed KV blocks among requests with equal beginnings",
     )
     group.add_argument(
         "--max-model-len",

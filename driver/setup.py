@@ -15,14 +15,13 @@ from driver.executor import Executor, InlineExecutor
 from driver.tokenizer import Tokenizer, load_tokenizer
 from parallel.split import SplitError, shard_heads
 from scheduler.blocks import BlockPool
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.limits import Limits
+from scheduler.scheduler import Scheduler
 from workers.architecture import Architecture, read_architecture
 from workers.source import resolve_model
 from workers.spec import DTYPES, WorkerReady, WorkerSpec
 
 logger = logging.getLogger("quadriga.start")
-
-_BUDGET = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,7 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
     with phases.phase("cluster" if config.uses_ray else "torch"):
         executor = make_executor(config)
     try:
-        budget = config.max_num_batched_tokens or _BUDGET[executor.device]
-        limits = Limits(budget, config.max_num_seqs)
+        limits = config.limits(executor.device, model.max_model_len)
         with phases.phase("weights and cache"):
             ready = executor.start(worker_specs(config, model, limits, executor))
         _report(model, ready, config.block_size)
@@ -103,7 +101,7 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
 
 def make_engine(config: EngineConfig, executor: Executor, limits: Limits, num_blocks: int, epoch: int = 0) -> Engine:
     """A running engine loop on an executor that has been started."""
-    scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch)
+    scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch, config.prefix_caching)
     engine = Engine(executor, scheduler, config.async_depth, config.step_timeout_seconds)
     engine.start()
     return engine

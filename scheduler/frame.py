@@ -40,7 +40,10 @@ def encode_plan(plan: StepPlan) -> bytes:
         [
             plan.epoch,
             plan.step,
-            [[a.row, _pack(a.tokens), a.seed, a.temperature, a.top_k, a.top_p, a.min_p] for a in plan.admissions],
+            [
+                [a.row, _pack(a.tokens), a.seed, a.temperature, a.top_k, a.top_p, a.min_p, a.computed]
+                for a in plan.admissions
+            ],
             plan.new_blocks,
             [[c.row, c.start, c.length, c.sample] for c in plan.chunks],
             plan.leave,
@@ -88,7 +91,9 @@ def _result(items: list[Any]) -> StepResult:
     return StepResult(_count(epoch), _count(step), _unpack(tokens), _typed(seconds, float))
 
 
-def _admission(row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Admission:
+def _admission(
+    row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, computed: Any
+) -> Admission:
     return Admission(
         _count(row),
         _unpack(tokens),
@@ -97,6 +102,7 @@ def _admission(row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, t
         _count(top_k),
         _typed(top_p, float),
         _typed(min_p, float),
+        _count(computed),
     )
 
 

@@ -11,6 +11,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_TEMPERATURE = 1000.0
 MAX_COUNT = 2**31 - 1  # counts travel to the workers in 32 bits
 MAX_STOP_STRINGS = 64
+MAX_PRIORITY = 100
 
 
 class InvalidRequest(ValueError):
@@ -30,6 +31,8 @@ class SamplingParams:
     stop: strings that end the text; they are cut from it.
     stop_token_ids: further token ids that end the request, like the model's own end tokens.
     ignore_eos: go on after the model's end tokens.
+    priority: lower is served first where the engine's policy is `priority`; between -100 and 100.
+    cache_salt: requests share cached prefixes only with those of the same salt, so that none can probe another's.
 
     Raises InvalidRequest for a value out of range.
     """
@@ -43,6 +46,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
@@ -57,6 +62,9 @@ class SamplingParams:
             _integer("seed", self.seed, low=SEED_MIN, high=SEED_MAX)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        _integer("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise InvalidRequest(f"cache_salt must be a string, got {self.cache_salt!r}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:

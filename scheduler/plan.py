@@ -23,7 +23,10 @@ class PlanMismatch(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A row (re)starts: all tokens known so far, and how they are to be sampled."""
+    """A row (re)starts: all tokens known so far, and how they are to be sampled.
+
+    computed: leading tokens whose keys and values are in the row's first blocks already.
+    """
 
     row: int
     tokens: list[int]
@@ -32,6 +35,7 @@ class Admission:
     top_k: int
     top_p: float
     min_p: float
+    computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

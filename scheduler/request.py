@@ -33,6 +33,8 @@ class Request:
     max_tokens: new tokens at most, already bounded by the room in the context.
     stop_ids: token ids that end it, the model's end tokens included unless they are ignored.
     seed: 64-bit key of its random numbers.
+    order: its place among requests, given by the scheduler; smaller is served first.
+    cached_tokens: prompt tokens whose keys and values the prefix cache had when it first started.
     """
 
     id: str
@@ -41,14 +43,16 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int]
     seed: int
-    priority: int = 0
-    arrival: int = 0  # given by the scheduler
 
+    order: tuple[float, int] = field(default=(0.0, 0), init=False)
     num_prompt: int = field(init=False)
     phase: Phase = field(default=Phase.WAITING, init=False)
     row: int = field(default=-1, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
     scheduled: int = field(default=0, init=False)
+    block_keys: list[bytes] = field(default_factory=list, init=False)  # of its leading full blocks, as far as known
+    published: int = field(default=0, init=False)  # leading blocks offered to the prefix cache
+    cached_tokens: int = field(default=0, init=False)
     in_flight: int = field(default=0, init=False)  # tokens being sampled by steps whose result is not in yet
     last_step: int = field(default=-1, init=False)  # the newest step that touches its blocks
     finish_reason: str | None = field(default=None, init=False)
@@ -71,8 +75,3 @@ class Request:
     def num_known(self) -> int:
         """Tokens received or on their way."""
         return len(self.tokens) + self.in_flight
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key: lower priority number first, then first come."""
-        return (self.priority, self.arrival)

@@ -8,63 +8,15 @@ is exactly full.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from scheduler.blocks import BlockPool
 from scheduler.frame import StepResult
+from scheduler.limits import Limits
 from scheduler.params import InvalidRequest
 from scheduler.plan import Admission, Chunk, StepPlan, block_weight, row_weight, rows_checksum
+from scheduler.prefix import PrefixCache
 from scheduler.request import Phase, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """max_num_batched_tokens: tokens a step computes at most. max_num_seqs: requests that run at once at most.
-
-    No more requests run than the token budget has tokens, so that no decode ever waits for its turn.
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if self.max_num_batched_tokens < 1:
-            raise ValueError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
-
-    @property
-    def num_rows(self) -> int:
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """A published plan whose result is awaited: the requests whose tokens it samples, in the result's order."""
-
-    step: int
-    sampled: list[Request]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    preemptions: int = 0
-    discarded_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The step being put together."""
-
-    plan: StepPlan
-    budget: int
-    sampled: list[Request] = field(default_factory=list)
-    preempted: bool = False
+from scheduler.step import BegunChunk, Counters, Draft, StepInFlight
 
 
 class Scheduler:
@@ -74,12 +26,13 @@ class Scheduler:
     Results must be passed to `update` in order.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, epoch: int = 0) -> None:
+    def __init__(self, limits: Limits, pool: BlockPool, epoch: int = 0, prefix_caching: bool = True) -> None:
         self.limits = limits
         self.pool = pool
         self.epoch = epoch
+        self._prefixes = PrefixCache(pool, prefix_caching)
         self.counters = Counters()
-        self.waiting: list[Request] = []  # kept in order of (priority, arrival)
+        self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # likewise
         self.in_flight: deque[StepInFlight] = deque()
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
@@ -94,15 +47,20 @@ class Scheduler:
     # ---- requests come and go
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequest when the KV cache could never hold it."""
-        most = request.num_prompt + request.max_tokens
-        needed = self.pool.blocks_for(most - 1)  # the last token's keys and values are never computed
+        """Queues a request. Raises InvalidRequest when the KV cache, or an uncut step, could never hold it."""
+        most = request.num_prompt + request.max_tokens - 1  # the last token's keys and values are never computed
+        needed = self.pool.blocks_for(most)
         if needed > self.pool.num_blocks:
             raise InvalidRequest(
                 f"a prompt of {request.num_prompt} tokens and max_tokens {request.max_tokens} need {needed} KV blocks "
                 f"of {self.pool.block_size} tokens, but the KV cache has {self.pool.num_blocks}"
             )
-        request.arrival = self._arrivals
+        if not self.limits.chunked_prefill and most > self.limits.max_num_batched_tokens:
+            raise InvalidRequest(
+                f"a prompt of {request.num_prompt} tokens and max_tokens {request.max_tokens} do not fit a step of "
+                f"{self.limits.max_num_batched_tokens} tokens, and chunked prefill is off"
+            )
+        request.order = (self.limits.virtual_arrival(request, self._step), self._arrivals)
         self._arrivals += 1
         _insert(self.waiting, request)
 
@@ -126,18 +84,23 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step's plan, or None when nothing can be computed before further results are in."""
-        plan = StepPlan(self.epoch, self._step, agreed=self._agreed)
-        draft = _Draft(plan, self.limits.max_num_batched_tokens)
-        decodes = self._schedule_decodes(draft)
-        self._schedule_begun_prefills(draft)
-        self._admit_waiting(draft)
-        if not decodes and not plan.chunks:
+        draft = Draft(StepPlan(self.epoch, self._step, agreed=self._agreed), self.limits.max_num_batched_tokens)
+        if self.limits.chunked_prefill:
+            self._schedule_decodes(draft)
+            self._schedule_begun_prefills(draft)
+            self._admit_waiting(draft)
+            self._fill_up(draft)
+        else:
+            self._admit_waiting(draft)
+            if not draft.chunks:
+                self._schedule_decodes(draft)
+        if not draft.decodes and not draft.chunks:
             return None
-        self._publish(draft, decodes)
-        return plan
+        self._publish(draft)
+        return draft.plan
 
     def update(self, result: StepResult, tokens_crc: int) -> list[tuple[Request, int]]:
-        """Takes in the oldest awaited step's result; returns (request, new token) for those still running.
+        """Takes in the oldest awaited step's result; returns (request, new token) for those that have not ended.
 
         A request that ends by its own rule (end token, length) is finished here.
         """
@@ -151,6 +114,9 @@ class Scheduler:
             raise RuntimeError(f"step {entry.step} samples {len(entry.sampled)} tokens, got {len(result.tokens)}")
         self._last_ended = entry.step
         self._agreed = (entry.step, tokens_crc)
+        for request, preemptions, computed in entry.filled:
+            if request.row >= 0 and request.preemptions == preemptions:
+                self._prefixes.publish(request, computed)
         self.pool.step_ended(entry.step)
         news = []
         for request, token in zip(entry.sampled, result.tokens, strict=True):
@@ -168,13 +134,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises RuntimeError when blocks or rows are lost, doubled or held by a request that does not run."""
-        self.pool.check()
-        held = [block for request in self.running for block in request.blocks]
-        if (
-            len(set(held)) != len(held)
-            or len(held) + self.pool.num_free + self.pool.num_pending != self.pool.num_blocks
-        ):
-            raise RuntimeError(f"{len(held)} held blocks, {self.pool.num_free} free of {self.pool.num_blocks}")
+        self.pool.check(block for request in self.running for block in request.blocks)
         if sorted([r.row for r in self.running] + self._free_rows) != list(range(self.limits.num_rows)):
             raise RuntimeError("rows are lost or doubled")
         if any(request.blocks or request.row >= 0 for request in self.waiting):
@@ -182,9 +142,8 @@ class Scheduler:
 
     # ---- the phases of `schedule`, in order
 
-    def _schedule_decodes(self, draft: _Draft) -> list[Request]:
+    def _schedule_decodes(self, draft: Draft) -> None:
         """Every decoding request computes its newest token, as long as blocks last."""
-        decodes = []
         for request in [r for r in self.running if r.phase is Phase.DECODE]:
             if request.phase is not Phase.DECODE:
                 continue  # preempted by an earlier one in this very loop
@@ -193,46 +152,71 @@ class Scheduler:
             if self._grow(draft, request, request.scheduled + 1):
                 draft.budget -= 1
                 request.last_step = draft.plan.step
-                decodes.append(request)
-        return decodes
+                draft.decodes.append(request)
 
-    def _schedule_begun_prefills(self, draft: _Draft) -> None:
+    def _schedule_begun_prefills(self, draft: Draft) -> None:
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
             if draft.budget > 0 and request.phase is Phase.PREFILL:
                 self._schedule_chunk(draft, request)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: Draft) -> None:
         """Starts waiting requests in order. Not in a step that had to preempt: that would only swap victims."""
-        while self.waiting and draft.budget > 0 and self._free_rows and not draft.preempted:
-            request = self.waiting[0]
-            if request.in_flight or not self._has_room_for(request, draft.budget):
+        index = 0
+        while index < len(self.waiting) and draft.budget > 0 and self._free_rows and not draft.preempted:
+            request = self.waiting[index]
+            if self._must_let_others_pass(request):
+                index += 1
+                continue
+            shared = self._prefixes.find(request)
+            if request.in_flight or not self._has_room_for(request, shared, draft.budget):
                 return
-            self.waiting.pop(0)
-            self._start(draft, request)
+            self.waiting.pop(index)
+            self._start(draft, request, shared)
             self._schedule_chunk(draft, request)
+
+    def _fill_up(self, draft: Draft) -> None:
+        """Gives what is left of the budget to the prompts that the long-prefill threshold held back, in order."""
+        for chunk in draft.chunks:
+            more = self._affordable(chunk.request, draft.budget)
+            if more > 0 and not draft.preempted:
+                self._extend(draft, chunk, more)
 
     # ---- pieces
 
-    def _schedule_chunk(self, draft: _Draft, request: Request) -> None:
-        """Computes as many of the request's known tokens as budget and blocks allow, at least one or none."""
-        length = min(request.num_known - request.scheduled, draft.budget)
-        room = (len(request.blocks) + self.pool.num_free) * self.pool.block_size - request.scheduled
-        length = min(length, room)
+    def _must_let_others_pass(self, request: Request) -> bool:
+        """Whether a long prompt must wait because as many as may are in mid-prefill already."""
+        limit = self.limits.max_partial_prefills
+        if not limit or not self.limits.is_long(request.num_known):
+            return False
+        begun = sum(r.phase is Phase.PREFILL and self.limits.is_long(r.num_known) for r in self.running)
+        return begun >= limit
+
+    def _schedule_chunk(self, draft: Draft, request: Request) -> None:
+        """Computes as many of the request's known tokens as budget, threshold and blocks allow, if any."""
+        most = min(draft.budget, self.limits.long_prefill_token_threshold or draft.budget)
+        length = self._affordable(request, most)
         if length <= 0:
             if not self._grow(draft, request, request.scheduled + 1):
                 return
             length = 1
-        self._grow(draft, request, request.scheduled + length)
-        sample = request.scheduled + length == request.num_known
-        draft.plan.chunks.append(Chunk(request.row, request.scheduled, length, sample))
-        draft.budget -= length
-        request.scheduled += length
+        chunk = BegunChunk(request, request.scheduled, 0)
+        draft.chunks.append(chunk)
         request.last_step = draft.plan.step
-        if sample:
-            request.in_flight += 1
-            draft.sampled.append(request)
+        self._extend(draft, chunk, length)
 
-    def _grow(self, draft: _Draft, request: Request, num_tokens: int) -> bool:
+    def _extend(self, draft: Draft, chunk: BegunChunk, length: int) -> None:
+        request = chunk.request
+        self._grow(draft, request, request.scheduled + length)
+        chunk.length += length
+        request.scheduled += length
+        draft.budget -= length
+
+    def _affordable(self, request: Request, most: int) -> int:
+        """How many of the request's known tokens can be computed next with at most `most` and the free blocks."""
+        room = (len(request.blocks) + self.pool.num_free) * self.pool.block_size
+        return min(request.num_known, room, request.scheduled + most) - request.scheduled
+
+    def _grow(self, draft: Draft, request: Request, num_tokens: int) -> bool:
         """Gives the request blocks for `num_tokens` tokens, preempting later ones. False when it cannot be now."""
         missing = self.pool.blocks_for(num_tokens) - len(request.blocks)
         if missing <= 0:
@@ -247,45 +231,60 @@ class Scheduler:
             self._preempt(draft, victim)
             if victim is request:
                 return False
-        blocks = self.pool.take(missing)
+        self._give_blocks(draft, request, self.pool.take(missing))
+        return True
+
+    def _give_blocks(self, draft: Draft, request: Request, blocks: list[int]) -> None:
         block_sum = self._block_sums[request.row]
         for index, block in enumerate(blocks, start=len(request.blocks)):
             block_sum += block_weight(index, block)
         self._block_sums[request.row] = block_sum
         request.blocks += blocks
         draft.plan.new_blocks.append((request.row, blocks))
-        return True
 
-    def _victim(self, draft: _Draft, request: Request) -> Request | None:
-        """The youngest running request of the lowest priority, unless it takes part in this step already."""
+    def _victim(self, draft: Draft, request: Request) -> Request | None:
+        """The running request that is last in order, unless it takes part in this step already."""
         victim = self.running[-1]
         if victim.order < request.order or victim.last_step == draft.plan.step:
             return None
         return victim
 
-    def _preempt(self, draft: _Draft, victim: Request) -> None:
+    def _preempt(self, draft: Draft, victim: Request) -> None:
         """Takes the victim's blocks; it waits, and later computes again all tokens it then knows."""
         draft.preempted = True
         self._stop_running(victim)
         victim.phase = Phase.WAITING
-        victim.scheduled = 0
+        victim.scheduled = victim.published = 0
         victim.preemptions += 1
         self.counters.preemptions += 1
         _insert(self.waiting, victim)
 
-    def _has_room_for(self, request: Request, budget: int) -> bool:
+    def _has_room_for(self, request: Request, shared: list[int], budget: int) -> bool:
         """Whether starting the request leaves a little room for those that run; always true when none does."""
-        if not self.running:
-            return self.pool.num_free > 0
-        first_chunk = request.num_known if request.preemptions else min(request.num_known, budget)
-        reserve = max(1, self.pool.num_blocks // 100)
-        return self.pool.num_free >= self.pool.blocks_for(first_chunk) + reserve
+        cached = len(shared) * self.pool.block_size
+        missing = request.num_known - cached
+        if not self.limits.chunked_prefill and missing > budget:
+            return False
+        free = self.pool.num_free - self.pool.num_unused(shared)
+        if not self.running and self.limits.chunked_prefill:
+            return free > 0
+        first = missing if request.preemptions or not self.limits.chunked_prefill else min(missing, budget)
+        reserve = max(1, self.pool.num_blocks // 100) if self.running else 0
+        return free >= self.pool.blocks_for(cached + first) - len(shared) + reserve
 
-    def _start(self, draft: _Draft, request: Request) -> None:
+    def _start(self, draft: Draft, request: Request, shared: list[int]) -> None:
         request.row = self._free_rows.pop()
         request.phase = Phase.PREFILL
-        self._block_sums[request.row] = 0
         _insert(self.running, request)
+        self._block_sums[request.row] = 0
+        if shared:
+            self.pool.share(shared)
+            self._give_blocks(draft, request, list(shared))
+        request.scheduled = len(shared) * self.pool.block_size
+        request.published = len(shared)
+        if not request.preemptions:
+            request.cached_tokens = request.scheduled
+        self.counters.cached_tokens += request.scheduled
         params = request.params
         draft.plan.admissions.append(
             Admission(
@@ -296,6 +295,7 @@ class Scheduler:
                 params.top_k,
                 float(params.top_p),
                 float(params.min_p),
+                request.scheduled,
             )
         )
 
@@ -310,33 +310,48 @@ class Scheduler:
         self._free_rows.append(request.row)
         request.row = -1
 
-    def _publish(self, draft: _Draft, decodes: list[Request]) -> None:
+    # ---- the plan
+
+    def _publish(self, draft: Draft) -> None:
         """Turns the draft into the step: what changed in the decoding set, and what the workers must then hold."""
-        plan = draft.plan
-        rows = {request.row for request in decodes}
-        for row in [row for row in self._decoding if row not in rows]:
-            del self._decoding[row]
-            self._leaving.append(row)
-        plan.leave, self._leaving = self._leaving, []
-        for request in decodes:
-            if request.row not in self._decoding:
-                self._decoding[request.row] = request
-                plan.join.append(request.row)
+        plan, sampled, filled = draft.plan, [], []
+        for chunk in draft.chunks:
+            request = chunk.request
+            sample = request.scheduled == request.num_known
+            plan.chunks.append(Chunk(request.row, chunk.start, chunk.length, sample))
+            filled.append((request, request.preemptions, request.scheduled))
+            if sample:
+                sampled.append(request)
+        self._update_decoding_set(draft)
         weights = 0
         for row, request in self._decoding.items():
             weights += row_weight(row, request.scheduled, self._block_sums[row])
             request.scheduled += 1
-            request.in_flight += 1
-            draft.sampled.append(request)
+            if request.scheduled % self.pool.block_size == 0:
+                filled.append((request, request.preemptions, request.scheduled))
+            sampled.append(request)
         plan.num_decodes = len(self._decoding)
         plan.checksum = rows_checksum(weights)
-        for request in draft.sampled:
+        for request in sampled:
             request.phase = Phase.DECODE
+            request.in_flight += 1
         self._step += 1
-        self.in_flight.append(StepInFlight(plan.step, draft.sampled))
+        self.in_flight.append(StepInFlight(plan.step, sampled, filled))
         self.counters.steps += 1
         self.counters.prefill_tokens += plan.num_prefill_tokens
         self.counters.decode_tokens += plan.num_decodes
+
+    def _update_decoding_set(self, draft: Draft) -> None:
+        plan = draft.plan
+        rows = {request.row for request in draft.decodes}
+        for row in [row for row in self._decoding if row not in rows]:
+            del self._decoding[row]
+            self._leaving.append(row)
+        plan.leave, self._leaving = self._leaving, []
+        for request in draft.decodes:
+            if request.row not in self._decoding:
+                self._decoding[request.row] = request
+                plan.join.append(request.row)
 
 
 def _insert(requests: list[Request], request: Request) -> None:

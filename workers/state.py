@@ -51,7 +51,8 @@ class Rows:
         for admission in plan.admissions:
             row = admission.row
             self.tokens[row] = np.array(admission.tokens, np.int64)
-            self.computed[row] = self.num_blocks[row] = self.block_sums[row] = 0
+            self.computed[row] = admission.computed
+            self.num_blocks[row] = self.block_sums[row] = 0
             self.seeds[row] = admission.seed
             self.temperature[row] = admission.temperature
             self.top_k[row], self.top_p[row], self.min_p[row] = admission.top_k, admission.top_p, admission.min_p

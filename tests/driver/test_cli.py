@@ -19,7 +19,7 @@ from tests.models import VOCAB_SIZE, greedy
 
 KEYS = {
     *("prompt_token_ids", "output_token_ids", "text"),
-    *("finish_reason", "stop_reason", "ttft_s", "mean_tbt_s"),
+    *("finish_reason", "stop_reason", "cached_tokens", "ttft_s", "mean_tbt_s"),
 }
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from driver.config import EngineConfig
 from driver.llm import LLM
 from driver.setup import make_engine, make_executor, read_model, worker_specs
+from scheduler.limits import Limits
 from scheduler.params import SamplingParams
-from scheduler.scheduler import Limits
 
 UNLIMITED = 4096
 BUDGETS = (1, 7, 64, UNLIMITED)
@@ -32,6 +33,7 @@ class Ranks:
             max_num_batched_tokens=UNLIMITED,
             max_num_seqs=MAX_SEQS,
             block_size=block_size,
+            prefix_caching=False,
         )
         model = read_model(self.config)
         self.executor = make_executor(self.config)
@@ -43,11 +45,16 @@ class Ranks:
         self.executor.close()
 
     @contextmanager
-    def llm(self, budget: int = UNLIMITED, depth: int = 2, num_blocks: int | None = None) -> Iterator[LLM]:
-        """An engine on these ranks with its own token budget, async depth and number of KV blocks."""
-        config = replace(self.config, max_num_batched_tokens=budget, async_depth=depth)
+    def llm(
+        self, budget: int = UNLIMITED, depth: int = 2, num_blocks: int | None = None, **settings: Any
+    ) -> Iterator[LLM]:
+        """An engine on these ranks with its own token budget, async depth, number of KV blocks and other settings.
+
+        Prefix caching is off unless asked for, so that every prompt token is computed.
+        """
+        config = replace(self.config, max_num_batched_tokens=budget, async_depth=depth, **settings)
         llm = LLM(start=False, **{name: getattr(config, name) for name in config.__dataclass_fields__})
-        limits = Limits(budget, MAX_SEQS)
+        limits = config.limits("cpu", llm.model.max_model_len)
         blocks = num_blocks or self.ready[0].num_blocks
         llm._engine = make_engine(config, self.executor, limits, blocks, next(self._epochs))
         try:

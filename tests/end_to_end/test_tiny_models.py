@@ -80,3 +80,22 @@ def test_preemption_changes_nothing(one_rank: tuple[str, Ranks], tiny: TinyModel
         assert llm.stats()["preemptions"] > 0
         assert llm.stats()["kv_blocks_free"] == 12
     assert got == [tiny.greedy(kind, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_cached_prefixes_change_nothing(one_rank: tuple[str, Ranks], tiny: TinyModels, budget: int) -> None:
+    kind, ranks = one_rank
+    prompts = [PROMPTS[3][:length] for length in (40, 32, 33, 9, 40)]
+    with ranks.llm(budget, prefix_caching=True) as llm:
+        cold = llm.generate(prompts[0], GREEDY)
+        warm = llm.generate(prompts, GREEDY)
+    assert cold.cached_tokens == 0
+    assert [completion.cached_tokens for completion in warm] == [36, 28, 32, 8, 36]
+    assert cold.output_token_ids == warm[0].output_token_ids
+    assert [c.output_token_ids for c in warm] == [tiny.greedy(kind, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+def test_prompts_computed_whole_and_first_give_the_same(one_rank: tuple[str, Ranks], tiny: TinyModels) -> None:
+    kind, ranks = one_rank
+    with ranks.llm(chunked_prefill=False) as llm:
+        assert outputs(llm, PROMPTS, GREEDY, staggered=True) == expected(tiny, kind)

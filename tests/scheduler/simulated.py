@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from typing import Any
 
 import numpy as np
 
 from scheduler.blocks import BlockPool
 from scheduler.frame import StepResult, decode_plan, encode_plan
+from scheduler.limits import Limits
 from scheduler.params import SamplingParams
 from scheduler.plan import StepPlan
 from scheduler.request import Request
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.scheduler import Scheduler
 from workers.state import Rows
 
 END = 7  # the simulated model's end token
@@ -79,26 +81,33 @@ class SimulatedEngine:
     """The engine loop in slow motion: the test decides when a step is planned and when a result comes in."""
 
     def __init__(
-        self, *, budget: int, max_num_seqs: int = 8, num_blocks: int = 64, block_size: int = 4, depth: int = 0
+        self,
+        *,
+        budget: int,
+        max_num_seqs: int = 8,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        depth: int = 0,
+        prefix_caching: bool = True,
+        **limits: Any,
     ) -> None:
-        limits = Limits(budget, max_num_seqs)
+        limits = Limits(budget, max_num_seqs, **limits)
         self.depth = depth
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks, block_size))
+        self.scheduler = Scheduler(limits, BlockPool(num_blocks, block_size), prefix_caching=prefix_caching)
         self.rank = SimulatedRank(limits, num_blocks, block_size, num_blocks)
         self.frames: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # blocks that each step in flight reads or writes
         self.plans: list[StepPlan] = []
         self.requests: list[Request] = []
 
-    def add(self, prompt: list[int], max_tokens: int = 4, priority: int = 0) -> Request:
+    def add(self, prompt: list[int], max_tokens: int = 4, priority: int = 0, salt: str | None = None) -> Request:
         request = Request(
             id=f"r{len(self.requests)}",
             tokens=list(prompt),
-            params=SamplingParams(),
+            params=SamplingParams(cache_salt=salt, priority=priority),
             max_tokens=max_tokens,
             stop_ids=frozenset({END}),
             seed=0,
-            priority=priority,
         )
         self.scheduler.add(request)
         self.requests.append(request)
@@ -110,8 +119,11 @@ class SimulatedEngine:
             return None
         plan = self.scheduler.schedule()
         if plan is not None:
-            for _, blocks in plan.new_blocks:
-                assert not any(set(blocks) & touched for touched in self.touched), "a block of a step in flight"
+            shared = {admission.row: admission.computed // self.rank.block_size for admission in plan.admissions}
+            for row, blocks in plan.new_blocks:
+                # Blocks shared by the prefix cache come first and are only read; all others will be written.
+                written = set(blocks[shared.pop(row, 0) :])
+                assert not any(written & touched for touched in self.touched), "a block of a step in flight"
             frame = encode_plan(plan)
             assert decode_plan(frame) == plan
             self.frames.append(frame)

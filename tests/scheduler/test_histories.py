@@ -24,14 +24,22 @@ class Histories(RuleBasedStateMachine):
             budget=budget, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size, depth=depth
         )
 
+    # Few different beginnings, so that prompts share prefixes.
     @rule(
-        first=st.integers(10, 30), length=st.integers(1, 30), max_tokens=st.integers(1, 12), priority=st.integers(0, 2)
+        first=st.sampled_from([10, 11, 20]),
+        length=st.integers(1, 30),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "a"]),
     )
-    def arrive(self, first: int, length: int, max_tokens: int, priority: int) -> None:
+    def arrive(self, first: int, length: int, max_tokens: int, priority: int, salt: str | None) -> None:
         pool = self.engine.scheduler.pool
-        fits = pool.blocks_for(length + max_tokens - 1) <= pool.num_blocks
+        limits = self.engine.scheduler.limits
+        most = length + max_tokens - 1
+        fits = pool.blocks_for(most) <= pool.num_blocks
+        fits = fits and (limits.chunked_prefill or most <= limits.max_num_batched_tokens)
         try:
-            self.engine.add([first + i % 7 for i in range(length)], max_tokens, priority)
+            self.engine.add([first + i % 7 for i in range(length)], max_tokens, priority, salt)
             assert fits
         except InvalidRequest:
             assert not fits
@@ -47,7 +55,8 @@ class Histories(RuleBasedStateMachine):
         before = {r.id for r in scheduler.running if r.phase is Phase.DECODE and r.num_outputs < r.max_tokens}
         preempted = scheduler.counters.preemptions
         plan = self.engine.plan()
-        if plan is not None and scheduler.pool.num_free and scheduler.counters.preemptions == preempted:
+        mixed = scheduler.limits.chunked_prefill
+        if mixed and plan is not None and scheduler.pool.num_free and scheduler.counters.preemptions == preempted:
             assert plan.num_decodes >= len(before), "a decode was left out although there was room"
 
     @rule()

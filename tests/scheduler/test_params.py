@@ -62,6 +62,9 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("ignore_eos", 1, ("got 1", "true or false")),
     ("ignore_eos", "yes", ("'yes'", "true or false")),
     ("ignore_eos", None, ("None", "true or false")),
+    ("priority", 101, ("got 101", "between -100 and 100")),
+    ("priority", 0.5, ("got 0.5", "an integer")),
+    ("cache_salt", 5, ("got 5", "a string")),
 ]
 
 ALLOWED: list[tuple[str, Any]] = [
@@ -89,6 +92,8 @@ ALLOWED: list[tuple[str, Any]] = [
     ("stop", ("x",) * MAX_STOP_STRINGS),
     ("stop_token_ids", (0, 5)),
     ("ignore_eos", True),
+    ("priority", -100),
+    ("cache_salt", "tenant"),
 ]
 
 

@@ -95,7 +95,7 @@ def test_preemption_changes_no_token(depth: int) -> None:
 
 
 def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
-    engine = SimulatedEngine(budget=16, num_blocks=11, block_size=4)
+    engine = SimulatedEngine(budget=16, num_blocks=11, block_size=4, policy="priority")
     requests = [engine.add(list(range(8)), max_tokens=12, priority=p) for p in (1, 0, 1)]
     engine.run()
     assert [request.preemptions > 0 for request in requests] == [False, False, True]

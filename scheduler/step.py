@@ -1,0 +1,53 @@
+"""A step while it is put together, and after it was published; what steps add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler.plan import StepPlan
+from scheduler.request import Request
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A published plan whose result is awaited.
+
+    sampled: the requests whose tokens it samples, in the result's order.
+    filled: (request, its preemptions so far, tokens computed after this step) where a block border is reached.
+    """
+
+    step: int
+    sampled: list[Request]
+    filled: list[tuple[Request, int, int]]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    discarded_tokens: int = 0
+
+
+@dataclass(slots=True)
+class BegunChunk:
+    """A chunk being put together."""
+
+    request: Request
+    start: int
+    length: int
+
+
+@dataclass(slots=True)
+class Draft:
+    """The step being put together."""
+
+    plan: StepPlan
+    budget: int
+    chunks: list[BegunChunk] = field(default_factory=list)
+    decodes: list[Request] = field(default_factory=list)
+    preempted: bool = False
