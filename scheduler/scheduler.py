@@ -254,7 +254,7 @@ class Scheduler:
         draft.preempted = True
         self._stop_running(victim)
         victim.phase = Phase.WAITING
-        victim.scheduled = victim.published = 0
+        victim.scheduled = 0
         victim.preemptions += 1
         self.counters.preemptions += 1
         _insert(self.waiting, victim)

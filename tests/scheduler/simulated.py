@@ -1,7 +1,8 @@
 """A rank and an engine without a model, for testing the scheduler.
 
-The simulated KV cache holds token ids, and the next token is a hash of the whole context as read through the block
-table. Whatever goes wrong with blocks, rows, deltas or order therefore changes the tokens.
+Like real keys and values, what the simulated KV cache holds for a token depends on all tokens before it, and the next
+token is a hash of the whole context as read through the block table. Whatever goes wrong with blocks, rows, deltas,
+order or sharing therefore changes the tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +26,27 @@ END = 7  # the simulated model's end token
 POISON = -1
 
 
+def entry(before: int, token: int) -> int:
+    """What the cache holds for a token after the one whose entry is `before`."""
+    return zlib.crc32(f"{before} {token}".encode())
+
+
 def next_token(context: list[int]) -> int:
     return zlib.crc32(np.array(context, np.int64).tobytes()) % 40
 
 
 def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
     """What a request alone would get."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tokens))
-        if tokens[-1] == END:
+    context: list[int] = []
+    output: list[int] = []
+    for token in prompt:
+        context.append(entry(context[-1] if context else 0, token))
+    while len(output) < max_tokens:
+        output.append(next_token(context))
+        context.append(entry(context[-1], output[-1]))
+        if output[-1] == END:
             break
-    return tokens[len(prompt) :]
+    return output
 
 
 class SimulatedRank:
@@ -68,7 +78,12 @@ class SimulatedRank:
 
     def _write(self, row: int, position: int, token: int) -> None:
         assert position // self.block_size < self.rows.num_blocks[row], "a token without a block"
-        self.cache[self.rows.block_table[row, position // self.block_size], position % self.block_size] = token
+        self.cache[self._slot(row, position)] = entry(
+            self.cache[self._slot(row, position - 1)] if position else 0, token
+        )
+
+    def _slot(self, row: int, position: int) -> tuple[int, int]:
+        return self.rows.block_table[row, position // self.block_size], position % self.block_size
 
     def _context(self, row: int, length: int) -> list[int]:
         blocks = self.rows.block_table[row, : -(-length // self.block_size)]
@@ -127,7 +142,8 @@ class SimulatedEngine:
             frame = encode_plan(plan)
             assert decode_plan(frame) == plan
             self.frames.append(frame)
-            taking_part = [r for r in self.scheduler.running if r.last_step == plan.step]
+            rows = {chunk.row for chunk in plan.chunks} | set(self.scheduler._decoding)
+            taking_part = [request for request in self.scheduler.running if request.row in rows]
             self.touched.append({block for request in taking_part for block in request.blocks})
             self.plans.append(plan)
             self.check(plan)

@@ -17,7 +17,7 @@ class Histories(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 8),
         num_blocks=st.integers(4, 40),
         block_size=st.sampled_from([1, 2, 4]),
-        depth=st.integers(0, 2),
+        depth=st.integers(0, 3),
     )
     def start(self, budget: int, max_num_seqs: int, num_blocks: int, block_size: int, depth: int) -> None:
         self.engine = SimulatedEngine(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.plan import StepPlan
+from scheduler.step import Draft
 from tests.scheduler.simulated import SimulatedEngine
 
 PROMPT = list(range(100, 117))  # four full blocks of 4 and one token
@@ -115,3 +117,18 @@ def test_it_can_be_turned_off() -> None:
         engine.add(PROMPT, max_tokens=2)
         engine.run()
     assert computed(engine) == 34
+
+
+def test_a_step_of_an_earlier_run_publishes_nothing_for_the_next() -> None:
+    """A prompt is preempted while a chunk of it is in flight and starts anew before that chunk's result is in."""
+    engine = SimulatedEngine(budget=8, depth=3)
+    request = engine.add(PROMPT, max_tokens=2)
+    engine.plan()
+    scheduler = engine.scheduler
+    scheduler._preempt(Draft(StepPlan(0, 1), 8), request)
+    engine.plan()
+    assert [plan.chunks[0].start for plan in engine.plans] == [0, 0]
+    engine.result()
+    assert request.published == 0
+    engine.run()
+    engine.check_outputs()

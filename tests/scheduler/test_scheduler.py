@@ -7,7 +7,7 @@ import pytest
 from scheduler.frame import StepResult, encode_plan
 from scheduler.params import InvalidRequest
 from scheduler.request import Phase
-from tests.scheduler.simulated import SimulatedEngine
+from tests.scheduler.simulated import SimulatedEngine, expected_output
 
 
 def chunks_of(engine: SimulatedEngine) -> list[list[tuple[int, int]]]:
@@ -95,8 +95,9 @@ def test_preemption_changes_no_token(depth: int) -> None:
 
 
 def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
-    engine = SimulatedEngine(budget=16, num_blocks=11, block_size=4, policy="priority")
-    requests = [engine.add(list(range(8)), max_tokens=12, priority=p) for p in (1, 0, 1)]
+    engine = SimulatedEngine(budget=16, num_blocks=11, policy="priority", prefix_caching=False)
+    prompt = next(p for s in range(99) if len(expected_output(p := list(range(s, s + 8)), 12)) == 12)  # meets no end
+    requests = [engine.add(prompt, max_tokens=12, priority=p) for p in (1, 0, 1)]
     engine.run()
     assert [request.preemptions > 0 for request in requests] == [False, False, True]
     engine.check_outputs()
@@ -173,3 +174,20 @@ def test_a_result_that_does_not_fit_is_refused(epoch: int, step: int, tokens: in
     engine.plan()
     with pytest.raises(RuntimeError, match="step"):
         engine.scheduler.update(StepResult(epoch, step, [5] * tokens, 0.0), 0)
+
+
+def test_a_decode_that_is_in_the_step_already_is_not_preempted_for_a_prompt_before_it() -> None:
+    limits = {"long_prefill_token_threshold": 4, "prefix_caching": False}
+    engine = SimulatedEngine(budget=5, num_blocks=8, block_size=4, **limits)
+    long = engine.add(list(range(30)), max_tokens=1)
+    short = engine.add(next(p for s in range(99) if len(expected_output(p := [s], 20)) == 20), max_tokens=20)
+    waited = 0
+    while engine.scheduler.has_work:
+        before = long.scheduled
+        plan = engine.plan()
+        waited += plan is not None and plan.num_decodes == 1 and long.scheduled == before and long.row >= 0
+        engine.result()
+    assert waited > 0, "the long prompt never had to wait for a block while the short one decoded"
+    assert long.preemptions == 0
+    engine.check_outputs()
+    assert short.finish_reason
