@@ -37,7 +37,10 @@ class Scheduler:
         self.in_flight: deque[StepInFlight] = deque()
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._decoding: dict[int, Request] = {}  # row -> request, as the workers hold it: in order of joining
+        self._decodes: list[Request] = []  # the decodes of the last plan, in the order of `running`
         self._block_sums: dict[int, int] = {}
+        self._weights = 0  # of the decoding rows, kept up to date: in steady decode no row is looked at for it
+        self._row_sum = 0  # of the decoding rows' numbers, each plus one
         self._leaving: list[int] = []  # decoding rows given up since the last plan
         self._arrivals = 0
         self._step = 0
@@ -144,15 +147,18 @@ class Scheduler:
 
     def _schedule_decodes(self, draft: Draft) -> None:
         """Every decoding request computes its newest token, as long as blocks last."""
-        for request in [r for r in self.running if r.phase is Phase.DECODE]:
+        step, block_size = draft.plan.step, self.pool.block_size
+        for request in self.running[:]:
             if request.phase is not Phase.DECODE:
-                continue  # preempted by an earlier one in this very loop
-            if request.num_outputs >= request.max_tokens:
+                continue  # in mid-prefill, or preempted by an earlier one in this very loop
+            if len(request.tokens) + request.in_flight >= request.num_prompt + request.max_tokens:
                 continue  # all its tokens are on their way
-            if self._grow(draft, request, request.scheduled + 1):
-                draft.budget -= 1
-                request.last_step = draft.plan.step
+            if request.scheduled < len(request.blocks) * block_size or self._grow(
+                draft, request, request.scheduled + 1
+            ):
+                request.last_step = step
                 draft.decodes.append(request)
+        draft.budget -= len(draft.decodes)
 
     def _schedule_begun_prefills(self, draft: Draft) -> None:
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
@@ -235,10 +241,10 @@ class Scheduler:
         return True
 
     def _give_blocks(self, draft: Draft, request: Request, blocks: list[int]) -> None:
-        block_sum = self._block_sums[request.row]
-        for index, block in enumerate(blocks, start=len(request.blocks)):
-            block_sum += block_weight(index, block)
-        self._block_sums[request.row] = block_sum
+        added = sum(block_weight(index, block) for index, block in enumerate(blocks, start=len(request.blocks)))
+        self._block_sums[request.row] += added
+        if request.row in self._decoding:
+            self._weights += row_weight(request.row, 0, added)
         request.blocks += blocks
         draft.plan.new_blocks.append((request.row, blocks))
 
@@ -304,8 +310,7 @@ class Scheduler:
         self.pool.release(request.blocks, request.last_step, self._last_ended)
         request.blocks = []
         if request.row in self._decoding:
-            del self._decoding[request.row]
-            self._leaving.append(request.row)
+            self._leave(request.row)
         del self._block_sums[request.row]
         self._free_rows.append(request.row)
         request.row = -1
@@ -322,19 +327,19 @@ class Scheduler:
             filled.append((request, request.preemptions, request.scheduled))
             if sample:
                 sampled.append(request)
+                request.phase = Phase.DECODE
+                request.in_flight += 1
         self._update_decoding_set(draft)
-        weights = 0
-        for row, request in self._decoding.items():
-            weights += row_weight(row, request.scheduled, self._block_sums[row])
-            request.scheduled += 1
-            if request.scheduled % self.pool.block_size == 0:
-                filled.append((request, request.preemptions, request.scheduled))
-            sampled.append(request)
         plan.num_decodes = len(self._decoding)
-        plan.checksum = rows_checksum(weights)
-        for request in sampled:
-            request.phase = Phase.DECODE
+        plan.checksum = rows_checksum(self._weights)
+        self._weights += self._row_sum * row_weight(0, 1, 0)
+        block_size = self.pool.block_size
+        for request in self._decoding.values():
+            request.scheduled += 1
             request.in_flight += 1
+            if request.scheduled % block_size == 0:
+                filled.append((request, request.preemptions, request.scheduled))
+        sampled += self._decoding.values()
         self._step += 1
         self.in_flight.append(StepInFlight(plan.step, sampled, filled))
         self.counters.steps += 1
@@ -343,15 +348,28 @@ class Scheduler:
 
     def _update_decoding_set(self, draft: Draft) -> None:
         plan = draft.plan
-        rows = {request.row for request in draft.decodes}
-        for row in [row for row in self._decoding if row not in rows]:
-            del self._decoding[row]
-            self._leaving.append(row)
-        plan.leave, self._leaving = self._leaving, []
-        for request in draft.decodes:
-            if request.row not in self._decoding:
-                self._decoding[request.row] = request
-                plan.join.append(request.row)
+        if draft.decodes != self._decodes or self._leaving:
+            rows = {request.row for request in draft.decodes}
+            for row in [row for row in self._decoding if row not in rows]:
+                self._leave(row)
+            plan.leave, self._leaving = self._leaving, []
+            for request in draft.decodes:
+                if request.row not in self._decoding:
+                    self._join(request)
+                    plan.join.append(request.row)
+            self._decodes = draft.decodes
+
+    def _join(self, request: Request) -> None:
+        row = request.row
+        self._decoding[row] = request
+        self._weights += row_weight(row, request.scheduled, self._block_sums[row])
+        self._row_sum += row + 1
+
+    def _leave(self, row: int) -> None:
+        request = self._decoding.pop(row)
+        self._weights -= row_weight(row, request.scheduled, self._block_sums[row])
+        self._row_sum -= row + 1
+        self._leaving.append(row)
 
 
 def _insert(requests: list[Request], request: Request) -> None:
