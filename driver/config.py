@@ -41,6 +41,7 @@ class EngineConfig:
     kv_cache_gib: memory for each rank's KV cache in GiB; None means 2 on CPU and what is left on a GPU.
     num_kv_blocks: exact number of KV blocks instead.
     gpu_memory_utilization: share of each GPU's memory to use, in (0, 1].
+    trace_steps: a file for a record of every step, as JSON lines; see driver.trace.StepTrace.
     ray_address: a Ray cluster's address, `local` for a private one, or `auto` for a running one, else a private one.
     start_timeout_seconds: how long to wait for devices and for the ranks to meet.
     step_timeout_seconds: how long one step may take before the engine gives up.
@@ -67,6 +68,7 @@ class EngineConfig:
     kv_cache_gib: float | None = None
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
+    trace_steps: str | None = None
     ray_address: str = "auto"
     start_timeout_seconds: float = 120.0
     step_timeout_seconds: float = 600.0
@@ -101,6 +103,8 @@ class EngineConfig:
             ("step_timeout_seconds", 1e6),
         ):
             self._check_positive(name, high)
+        if self.trace_steps is not None and not isinstance(self.trace_steps, str):
+            raise ConfigError(f"trace_steps must be a path, got {self.trace_steps!r}")
         for name in ("chunked_prefill", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
 from driver.text import TextStream
+from driver.trace import StepTrace
 from scheduler.frame import StepResult, encode_plan
 from scheduler.params import InvalidRequest
 from scheduler.request import Request
@@ -82,10 +83,18 @@ class _Live:
 class Engine:
     """Runs requests on an executor that has been started."""
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, async_depth: int, step_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        async_depth: int,
+        step_timeout_seconds: float,
+        trace: StepTrace | None = None,
+    ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.frames = FrameSizes()
+        self._trace = trace
         self._max_in_flight = max(1, async_depth)
         self._step_timeout_seconds = step_timeout_seconds
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -153,6 +162,8 @@ class Engine:
                 return
             frame = encode_plan(plan)
             self.frames.count(frame, prefill=bool(plan.chunks))
+            if self._trace:
+                self._trace.published(plan, scheduler)
             self.executor.publish(frame)
 
     def _receive(self) -> StepResult | None:
@@ -168,6 +179,8 @@ class Engine:
     def _take_result(self, result: StepResult) -> None:
         if result.epoch < self.scheduler.epoch:
             return  # of an engine that ran on these workers before
+        if self._trace:
+            self._trace.done(result)
         now = time.perf_counter()
         crc = zlib.crc32(array("i", result.tokens).tobytes())
         for request, token in self.scheduler.update(result, crc):
@@ -214,3 +227,5 @@ class Engine:
         for live in list(self._live.values()):
             live.sink(Update(live.request.id, "", [], "error", time.perf_counter(), error=reason))
         self._live.clear()
+        if self._trace:
+            self._trace.close()

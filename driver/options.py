@@ -94,6 +94,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"steps in flight at once, 0 to {MAX_ASYNC_DEPTH}; 0 waits for each",
     )
+    group.add_argument("--trace-steps", metavar="FILE", help="write a record of every step, as JSON lines")
     group.add_argument(
         "--ray-address",
         default="auto",

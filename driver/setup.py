@@ -13,6 +13,7 @@ from driver.config import ConfigError, EngineConfig
 from driver.engine import Engine
 from driver.executor import Executor, InlineExecutor
 from driver.tokenizer import Tokenizer, load_tokenizer
+from driver.trace import StepTrace
 from parallel.split import SplitError, shard_heads
 from scheduler.blocks import BlockPool
 from scheduler.limits import Limits
@@ -102,7 +103,8 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
 def make_engine(config: EngineConfig, executor: Executor, limits: Limits, num_blocks: int, epoch: int = 0) -> Engine:
     """A running engine loop on an executor that has been started."""
     scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch, config.prefix_caching)
-    engine = Engine(executor, scheduler, config.async_depth, config.step_timeout_seconds)
+    trace = StepTrace(config.trace_steps) if config.trace_steps else None
+    engine = Engine(executor, scheduler, config.async_depth, config.step_timeout_seconds, trace)
     engine.start()
     return engine
 

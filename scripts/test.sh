@@ -3,7 +3,7 @@
 #   bash scripts/test.sh tests/scheduler
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment gguf,test
+prepare_environment gguf,plots,test
 
 cd "$root"
 "$venv/bin/ruff" check .

@@ -1,0 +1,55 @@
+"""A record of every step, one JSON object a line, for `scripts/plot_steps.py` and for wondering people."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+from driver.config import ConfigError
+from scheduler.frame import StepResult
+from scheduler.plan import StepPlan
+from scheduler.scheduler import Scheduler
+
+
+class StepTrace:
+    """Writes a line when a step's result is in.
+
+    Fields: step; published_s and done_s, seconds since the trace began; worker_s, what the worker spent on it;
+    prefill_tokens, decode_tokens, budget; chunks, [row, start, length] each; running, waiting and free_blocks after
+    planning.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError when the file cannot be written."""
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 open until the engine ends
+        except OSError as error:
+            raise ConfigError(f"cannot write the step trace {path}: {error}") from error
+        self._began = time.perf_counter()
+        self._pending: deque[dict[str, object]] = deque()
+
+    def published(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        self._pending.append(
+            {
+                "step": plan.step,
+                "published_s": round(time.perf_counter() - self._began, 6),
+                "prefill_tokens": plan.num_prefill_tokens,
+                "decode_tokens": plan.num_decodes,
+                "budget": scheduler.limits.max_num_batched_tokens,
+                "chunks": [[chunk.row, chunk.start, chunk.length] for chunk in plan.chunks],
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "free_blocks": scheduler.pool.num_free,
+            }
+        )
+
+    def done(self, result: StepResult) -> None:
+        line = self._pending.popleft()
+        line["done_s"] = round(time.perf_counter() - self._began, 6)
+        line["worker_s"] = round(result.seconds, 6)
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
