@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 
 from driver.config import ConfigError
-from driver.executor import available_cores
+from workers.cores import available_cores
 
 logger = logging.getLogger("quadriga.cluster")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -24,9 +23,6 @@ class Executor(Protocol):
     """
 
     device: str
-
-    def threads_per_rank(self, size: int) -> int:
-        """CPU threads for each of `size` ranks."""
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
         """Brings up one rank per spec. Raises the worker's own error when one cannot start."""
@@ -54,15 +50,12 @@ class InlineExecutor:
         self._news: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def threads_per_rank(self, size: int) -> int:
-        return available_cores()
-
     def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
         from workers.worker import Worker
 
         (spec,) = specs
         worker = Worker(spec)
-        ready = worker.start(None, "127.0.0.1")
+        ready = worker.start(None, "127.0.0.1", ranks_here=1)
         self._thread = threading.Thread(target=self._serve, args=(worker.serve,), name="quadriga-worker", daemon=True)
         self._thread.start()
         return [ready]
@@ -129,8 +122,3 @@ def _pick_device(wanted: str) -> str:
     if wanted == "cuda":
         raise ConfigError(f"device cuda was asked for, but torch {torch.__version__} finds no usable GPU here")
     return "cpu"
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from driver.cluster import Cluster, describe_nodes
 from driver.config import ConfigError
 from driver.errors import is_input_fault
-from driver.executor import WorkerFailed, available_cores
+from driver.executor import WorkerFailed
 from parallel.channel import ChannelClosed, DriverChannel
 from scheduler.frame import StepResult, decode_result
 from workers.spec import WorkerReady, WorkerSpec
@@ -46,9 +46,6 @@ class RayExecutor:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def threads_per_rank(self, size: int) -> int:
-        return max(1, available_cores() // size)
-
     def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
         deadline = time.monotonic() + self._timeout
         self._group = self._place(specs)
@@ -61,7 +58,8 @@ class RayExecutor:
             store_host = hosts[0]
             (store_port,) = self._all([self._actors[0].open_store.remote(store_host)], deadline, "opening the store")
         calls = [
-            actor.start.remote(store_host, store_port, host) for actor, host in zip(self._actors, hosts, strict=True)
+            actor.start.remote(store_host, store_port, host, hosts.count(host))
+            for actor, host in zip(self._actors, hosts, strict=True)
         ]
         ready = self._all(calls, None, "loading the model")
         self._connect(one_host and ips[0] == ray.util.get_node_ip_address(), deadline)
@@ -128,7 +126,6 @@ class RayExecutor:
                 num_gpus=1 if spec.device == "cuda" else 0,
                 scheduling_strategy=strategy,
                 max_restarts=0,
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}},
             )
             .remote(spec)
         )

@@ -128,7 +128,6 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             size=size,
             device=executor.device,
             dtype=model.dtype,
-            num_threads=executor.threads_per_rank(size),
             attention_backend=config.attention_backend,
             block_size=config.block_size,
             num_rows=limits.num_rows,

@@ -35,7 +35,7 @@ class WorkerActor:
         self._store, port = open_store(host, self.spec.size, self.spec.start_timeout_seconds)
         return port
 
-    def start(self, store_host: str | None, store_port: int, node_ip: str) -> WorkerReady:
+    def start(self, store_host: str | None, store_port: int, node_ip: str, ranks_here: int) -> WorkerReady:
         """Joins the other ranks, where there are any, and loads the shard; see Worker.start."""
         from parallel.group import join_store
         from workers.worker import Worker
@@ -43,7 +43,7 @@ class WorkerActor:
         self.worker = Worker(self.spec)
         if self._store is None and store_host is not None:
             self._store = join_store(store_host, store_port, self.spec.size, self.spec.start_timeout_seconds)
-        return self.worker.start(self._store, node_ip)
+        return self.worker.start(self._store, node_ip, ranks_here)
 
     def serve(self, address: ChannelAddress) -> None:
         """Carries out plans until the driver says goodbye. Ends the process when the driver is simply gone."""

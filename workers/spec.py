@@ -13,7 +13,6 @@ class WorkerSpec:
 
     model: what the user named; each node resolves it to a folder of its own.
     device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
-    num_threads: CPU threads for tensor work.
     kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
     max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
@@ -26,7 +25,6 @@ class WorkerSpec:
     size: int
     device: str
     dtype: str
-    num_threads: int
     attention_backend: str
     block_size: int
     num_rows: int

@@ -17,6 +17,7 @@ from parallel.channel import ChannelClosed
 from parallel.group import TensorParallelGroup, join_group
 from scheduler.frame import StepResult, decode_plan, encode_result
 from workers.architecture import read_architecture
+from workers.cores import available_cores
 from workers.runner import LaunchedStep, ModelRunner
 from workers.source import resolve_model
 from workers.spec import WorkerReady, WorkerSpec
@@ -58,18 +59,20 @@ class Worker:
             if not torch.cuda.is_available():
                 raise RuntimeError(f"rank {spec.rank} was given no usable GPU: torch sees {torch.cuda.device_count()}")
             torch.cuda.set_device(self.device)
-        torch.set_num_threads(spec.num_threads)
         self.group = TensorParallelGroup()
         self.runner: ModelRunner | None = None
         self._crcs: dict[int, int] = {}
 
-    def start(self, store: dist.Store | None, node_ip: str) -> WorkerReady:
+    def start(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> WorkerReady:
         """Joins the group, loads the weights and reserves the cache. Returns what the driver needs to know.
+
+        ranks_here: ranks on this node; they share its CPU cores.
 
         Raises UnsupportedModel, CheckpointError or GroupError.
         """
         began = time.perf_counter()
         spec = self.spec
+        torch.set_num_threads(max(1, available_cores() // ranks_here))
         if store is not None:
             self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
         folder = resolve_model(spec.model)

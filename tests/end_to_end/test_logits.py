@@ -30,7 +30,6 @@ def logits_in_chunks(folder: Path, prompt: list[int], chunk_size: int, group: Te
         size=group.size,
         device="cpu",
         dtype="float32",
-        num_threads=1,
         attention_backend="reference",
         block_size=BLOCK,
         num_rows=1,
