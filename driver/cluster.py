@@ -11,7 +11,9 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import ray
 from ray._private import ray_constants
@@ -22,79 +24,111 @@ from workers.cores import available_cores
 logger = logging.getLogger("quadriga.cluster")
 
 _OBJECT_STORE_BYTES = 80 << 20  # steps never travel through Ray's object store
+_RANK, _MAX_RANKS = "quadriga_rank", 4096  # the resource that ranks take in a private cluster
 _LONGEST_TEMPORARY_FOLDER = 25  # Ray adds some 65 bytes, our own folder's name 18
 _CLEANER = Path(__file__).with_name("cleaner.py")
 
 
 class Cluster:
-    """This process's connection to Ray."""
+    """A share in this process's connection to Ray: the last one to close leaves the cluster.
+
+    private: whether this process has started the cluster, for itself alone.
+    """
+
+    _shares: ClassVar[int] = 0
+    _connection: ClassVar[_Connection | None] = None
 
     def __init__(self, address: str, size: int) -> None:
-        """address: as in EngineConfig.ray_address. Raises ConfigError when the named cluster cannot be reached."""
-        self._folder: str | None = None
-        self._joined_before = ray.is_initialized()
-        self._cleaner: subprocess.Popen | None = None
-        if self._joined_before:
-            return
-        with _own_sigterm_handler():
-            self._connect(address, size)
+        """address: as in EngineConfig. Raises ConfigError when the named cluster cannot be reached."""
+        if Cluster._connection is None:
+            with _own_sigterm_handler():
+                Cluster._connection = _connect(address)
+        Cluster._shares += 1
+        self.private = Cluster._connection.folder is not None
+        self._closed = False
+        if self.private and size > available_cores():
+            logger.warning("%d ranks share %d CPU cores; they will wait for each other", size, available_cores())
 
-    def _connect(self, address: str, size: int) -> None:
-        if address == "local" or (address == "auto" and not self._join_running()):
-            self._start_private(size)
-        elif address not in ("auto", "local"):
-            self._join(address)
+    def bundle(self, device: str) -> dict[str, float]:
+        """The resources of one rank's place. In a private cluster, where only ranks run, they may share cores."""
+        own = {_RANK: 1.0} if self.private else {"CPU": 1.0}
+        return {"GPU": 1.0, **own} if device == "cuda" else own
 
     def close(self) -> None:
-        """Leaves the cluster; one that was started here ends, and its folder goes."""
-        if self._joined_before:
+        """Gives up the share. A cluster that was started here ends with the last one, and its folder goes."""
+        if self._closed:
             return
-        ray.shutdown()
-        if self._cleaner is not None:
-            self._cleaner.stdin.close()
-            self._cleaner.wait(timeout=30)
-            self._cleaner = None
+        self._closed = True
+        Cluster._shares -= 1
+        if Cluster._shares == 0:
+            connection, Cluster._connection = Cluster._connection, None
+            connection.close()
 
-    def _join_running(self) -> bool:
-        try:
-            ray.init(address="auto", **_quiet())
-        except ConnectionError:
-            return False
-        logger.info("joined the running Ray cluster: %s", describe_nodes())
-        return True
 
-    def _join(self, address: str) -> None:
+@dataclass(slots=True)
+class _Connection:
+    """folder, cleaner: of a cluster that was started here. ours: whether it was us who connected."""
+
+    ours: bool
+    folder: str | None = None
+    cleaner: subprocess.Popen | None = None
+
+    def close(self) -> None:
+        if self.ours:
+            ray.shutdown()
+        if self.cleaner is not None:
+            self.cleaner.stdin.close()
+            self.cleaner.wait(timeout=30)
+
+
+def _connect(address: str) -> _Connection:
+    if ray.is_initialized():
+        return _Connection(ours=False)
+    if address == "local" or (address == "auto" and not _join_running()):
+        return _start_private()
+    if address != "auto":
         try:
             ray.init(address=address, **_quiet())
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot reach a Ray cluster at {address}: {error}") from error
+    return _Connection(ours=True)
 
-    def _start_private(self, size: int) -> None:
-        """A Ray for this process alone. A small cleaner process outlives it to end what a killed driver leaves."""
-        cores = available_cores()
-        if size > cores:
-            logger.warning("%d ranks share %d CPU cores; they will wait for each other", size, cores)
-        self._folder = tempfile.mkdtemp(prefix="quadriga-", dir=_short_temporary_folder())
-        self._cleaner = subprocess.Popen(
-            [sys.executable, "-S", str(_CLEANER), self._folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            with _loopback_only():
-                ray.init(
-                    address="local",
-                    num_cpus=max(size, cores),
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    _temp_dir=self._folder,
-                    **_quiet(),
-                )
-        except BaseException:
-            self.close()
-            raise
+
+def _join_running() -> bool:
+    try:
+        ray.init(address="auto", **_quiet())
+    except ConnectionError:
+        return False
+    logger.info("joined the running Ray cluster: %s", describe_nodes())
+    return True
+
+
+def _start_private() -> _Connection:
+    """A Ray for this process alone. A small cleaner process outlives it to end what a killed driver leaves."""
+    folder = tempfile.mkdtemp(prefix="quadriga-", dir=_short_temporary_folder())
+    cleaner = subprocess.Popen(
+        [sys.executable, "-S", str(_CLEANER), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    connection = _Connection(ours=True, folder=folder, cleaner=cleaner)
+    try:
+        with _loopback_only():
+            ray.init(
+                address="local",
+                num_cpus=available_cores(),
+                resources={_RANK: float(_MAX_RANKS)},
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=folder,
+                **_quiet(),
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class RayExecutor:
     def _place(self, specs: Sequence[WorkerSpec]) -> PlacementGroup:
         """Reserves the ranks' devices, packed on as few nodes as possible. Raises ConfigError when they are not to
         be had in time, saying what was asked for and what there is."""
-        bundle = {"GPU": 1.0, "CPU": 1.0} if specs[0].device == "cuda" else {"CPU": 1.0}
+        bundle = self._cluster.bundle(self.device)
         group = placement_group([dict(bundle) for _ in specs], strategy="PACK")
         patience = min(3.0, self._timeout)
         if group.wait(patience):
@@ -118,17 +118,14 @@ class RayExecutor:
         from workers.actor import WorkerActor
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=spec.rank)
-        return (
-            ray.remote(WorkerActor)
-            .options(
-                name=None,
-                num_cpus=1,
-                num_gpus=1 if spec.device == "cuda" else 0,
-                scheduling_strategy=strategy,
-                max_restarts=0,
-            )
-            .remote(spec)
-        )
+        resources = self._cluster.bundle(self.device)
+        options = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            "max_restarts": 0,
+        }
+        return ray.remote(WorkerActor).options(scheduling_strategy=strategy, **options).remote(spec)
 
     def _connect(self, same_host: bool, deadline: float) -> None:
         """Opens the step channel and waits until every rank has shown itself."""

@@ -18,11 +18,30 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(ray_cluster: Cluster
         LLM(str(tiny.folder("llama")), tensor_parallel_size=2, device="cuda")
 
 
-def test_waiting_for_room_ends_and_says_what_there_is(ray_cluster: Cluster, tiny: TinyModels) -> None:
+def test_two_models_in_one_process_share_its_ray_and_end_one_by_one(ray_cluster: Cluster, tiny: TinyModels) -> None:
+    from quadriga import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    first = LLM(str(tiny.folder("llama")), tensor_parallel_size=2, dtype="float32")
+    second = LLM(str(tiny.folder("qwen2")), tensor_parallel_size=2, dtype="float32")
+    try:
+        assert first.generate([1, 2], params).output_token_ids == tiny.greedy("llama", [1, 2], 4)
+        first.close()
+        assert second.generate([1, 2], params).output_token_ids == tiny.greedy("qwen2", [1, 2], 4)
+    finally:
+        first.close()
+        second.close()
+
+
+def test_waiting_for_room_ends_and_says_what_there_is(
+    ray_cluster: Cluster, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a cluster that was joined, where ranks take CPUs."""
     import ray
 
     from quadriga import LLM
 
+    monkeypatch.setattr(Cluster, "bundle", lambda self, device: {"CPU": 1.0})
     cpus = int(ray.cluster_resources()["CPU"])
     hog = ray.remote(num_cpus=cpus - 1)(lambda: time.sleep(60)).remote()
     time.sleep(2)  # until the hog has its room
