@@ -26,6 +26,7 @@ from workers.spec import WorkerReady
 logger = logging.getLogger("quadriga")
 
 Prompt = str | Sequence[int]
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but no token ids
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ class LLM:
             if completion.error is not None:
                 raise completion.error
             return completion
-        if not isinstance(prompts, Sequence):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
             raise InvalidRequest(f"prompts must be a string, token ids, or a list of those, got {prompts!r}")
         many = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(many) != len(prompts):
@@ -319,7 +320,12 @@ def _is_prompt(value: Any) -> bool:
     """A string, or a non-empty sequence of integers."""
     if isinstance(value, str):
         return True
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Integral) for item in value)
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, _BYTES)
+        and len(value) > 0
+        and all(isinstance(item, Integral) for item in value)
+    )
 
 
 def _single(params: Any) -> SamplingParams:
@@ -331,7 +337,7 @@ def _single(params: Any) -> SamplingParams:
 
 
 def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES):
         raise InvalidRequest(f"a prompt must be a string or a list of token ids, got {prompt!r}")
     ids = []
     for position, item in enumerate(prompt):

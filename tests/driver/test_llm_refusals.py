@@ -181,3 +181,15 @@ def test_without_a_tokenizer_only_ids_are_served(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="a chat needs a tokenizer"):
             llm.chat([{"role": "user", "content": "hi"}])
         assert llm.generate([1, 2], GREEDY).output_token_ids == completion.output_token_ids
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"bytes", bytearray(b"bytes"), memoryview(b"bytes")], ids=lambda p: type(p).__name__
+)
+def test_bytes_are_no_token_ids(llm: LLM, prompt: Any) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(InvalidRequest, match="must be a string"):
+            call(prompt, GREEDY)
+    bad, good = llm.generate([prompt, "good"], GREEDY, use_tqdm=False)
+    assert isinstance(bad.error, InvalidRequest)
+    assert good.error is None
