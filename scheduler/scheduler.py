@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections import deque
 
 from scheduler.blocks import BlockPool
+from scheduler.budget import TokenBudget
+from scheduler.decoding import DecodingSet
 from scheduler.frame import StepResult
 from scheduler.limits import Limits
 from scheduler.params import InvalidRequest
-from scheduler.plan import Admission, Chunk, StepPlan, block_weight, row_weight, rows_checksum
+from scheduler.plan import Admission, Chunk, StepPlan
 from scheduler.prefix import PrefixCache
 from scheduler.request import Phase, Request
 from scheduler.step import BegunChunk, Counters, Draft, StepInFlight
+from scheduler.step_time import StepWork, chunk_pairs
 
 
 class Scheduler:
@@ -26,22 +29,25 @@ class Scheduler:
     Results must be passed to `update` in order.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, epoch: int = 0, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        pool: BlockPool,
+        epoch: int = 0,
+        prefix_caching: bool = True,
+        budget: TokenBudget | None = None,
+    ) -> None:
         self.limits = limits
         self.pool = pool
         self.epoch = epoch
+        self.budget = budget or TokenBudget(limits.max_num_batched_tokens)
         self._prefixes = PrefixCache(pool, prefix_caching)
         self.counters = Counters()
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # likewise
         self.in_flight: deque[StepInFlight] = deque()
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
-        self._decoding: dict[int, Request] = {}  # row -> request, as the workers hold it: in order of joining
-        self._decodes: list[Request] = []  # the decodes of the last plan, in the order of `running`
-        self._block_sums: dict[int, int] = {}
-        self._weights = 0  # of the decoding rows, kept up to date: in steady decode no row is looked at for it
-        self._row_sum = 0  # of the decoding rows' numbers, each plus one
-        self._leaving: list[int] = []  # decoding rows given up since the last plan
+        self._decoding = DecodingSet()
         self._arrivals = 0
         self._step = 0
         self._last_ended = -1
@@ -87,7 +93,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step's plan, or None when nothing can be computed before further results are in."""
-        draft = Draft(StepPlan(self.epoch, self._step, agreed=self._agreed), self.limits.max_num_batched_tokens)
+        plan = StepPlan(self.epoch, self._step, agreed=self._agreed)
+        draft = Draft(plan, self.budget.for_step(0, 0))
         if self.limits.chunked_prefill:
             self._schedule_decodes(draft)
             self._schedule_begun_prefills(draft)
@@ -158,23 +165,26 @@ class Scheduler:
             ):
                 request.last_step = step
                 draft.decodes.append(request)
-        draft.budget -= len(draft.decodes)
+        if draft.decodes:
+            context = sum([request.scheduled for request in draft.decodes]) + len(draft.decodes)
+            draft.budget = self.budget.for_step(len(draft.decodes), context)
 
     def _schedule_begun_prefills(self, draft: Draft) -> None:
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
-            if draft.budget > 0 and request.phase is Phase.PREFILL:
+            if request.phase is Phase.PREFILL:
                 self._schedule_chunk(draft, request)
 
     def _admit_waiting(self, draft: Draft) -> None:
         """Starts waiting requests in order. Not in a step that had to preempt: that would only swap victims."""
         index = 0
-        while index < len(self.waiting) and draft.budget > 0 and self._free_rows and not draft.preempted:
+        while index < len(self.waiting) and self._free_rows and not draft.preempted:
             request = self.waiting[index]
             if self._must_let_others_pass(request):
                 index += 1
                 continue
             shared = self._prefixes.find(request)
-            if request.in_flight or not self._has_room_for(request, shared, draft.budget):
+            limit = draft.budget.chunk_limit(len(shared) * self.pool.block_size)
+            if limit <= 0 or request.in_flight or not self._has_room_for(request, shared, limit):
                 return
             self.waiting.pop(index)
             self._start(draft, request, shared)
@@ -183,7 +193,7 @@ class Scheduler:
     def _fill_up(self, draft: Draft) -> None:
         """Gives what is left of the budget to the prompts that the long-prefill threshold held back, in order."""
         for chunk in draft.chunks:
-            more = self._affordable(chunk.request, draft.budget)
+            more = self._affordable(chunk.request, draft.budget.chunk_limit(chunk.request.scheduled, begun=True))
             if more > 0 and not draft.preempted:
                 self._extend(draft, chunk, more)
 
@@ -199,7 +209,10 @@ class Scheduler:
 
     def _schedule_chunk(self, draft: Draft, request: Request) -> None:
         """Computes as many of the request's known tokens as budget, threshold and blocks allow, if any."""
-        most = min(draft.budget, self.limits.long_prefill_token_threshold or draft.budget)
+        limit = draft.budget.chunk_limit(request.scheduled)
+        if limit <= 0:
+            return
+        most = min(limit, self.limits.long_prefill_token_threshold or limit)
         length = self._affordable(request, most)
         if length <= 0:
             if not self._grow(draft, request, request.scheduled + 1):
@@ -213,9 +226,9 @@ class Scheduler:
     def _extend(self, draft: Draft, chunk: BegunChunk, length: int) -> None:
         request = chunk.request
         self._grow(draft, request, request.scheduled + length)
+        draft.budget.spend(request.scheduled, length, begun=chunk.length > 0)
         chunk.length += length
         request.scheduled += length
-        draft.budget -= length
 
     def _affordable(self, request: Request, most: int) -> int:
         """How many of the request's known tokens can be computed next with at most `most` and the free blocks."""
@@ -241,10 +254,7 @@ class Scheduler:
         return True
 
     def _give_blocks(self, draft: Draft, request: Request, blocks: list[int]) -> None:
-        added = sum(block_weight(index, block) for index, block in enumerate(blocks, start=len(request.blocks)))
-        self._block_sums[request.row] += added
-        if request.row in self._decoding:
-            self._weights += row_weight(request.row, 0, added)
+        self._decoding.blocks_added(request, blocks)
         request.blocks += blocks
         draft.plan.new_blocks.append((request.row, blocks))
 
@@ -282,7 +292,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.phase = Phase.PREFILL
         _insert(self.running, request)
-        self._block_sums[request.row] = 0
+        self._decoding.open_row(request.row)
         if shared:
             self.pool.share(shared)
             self._give_blocks(draft, request, list(shared))
@@ -309,9 +319,7 @@ class Scheduler:
         self.running.remove(request)
         self.pool.release(request.blocks, request.last_step, self._last_ended)
         request.blocks = []
-        if request.row in self._decoding:
-            self._leave(request.row)
-        del self._block_sums[request.row]
+        self._decoding.close_row(request)
         self._free_rows.append(request.row)
         request.row = -1
 
@@ -319,8 +327,9 @@ class Scheduler:
 
     def _publish(self, draft: Draft) -> None:
         """Turns the draft into the step: what changed in the decoding set, and what the workers must then hold."""
-        plan, sampled, filled = draft.plan, [], []
+        plan, sampled, filled, pairs = draft.plan, [], [], 0
         for chunk in draft.chunks:
+            pairs += chunk_pairs(chunk.start, chunk.length)
             request = chunk.request
             sample = request.scheduled == request.num_known
             plan.chunks.append(Chunk(request.row, chunk.start, chunk.length, sample))
@@ -329,47 +338,24 @@ class Scheduler:
                 sampled.append(request)
                 request.phase = Phase.DECODE
                 request.in_flight += 1
-        self._update_decoding_set(draft)
-        plan.num_decodes = len(self._decoding)
-        plan.checksum = rows_checksum(self._weights)
-        self._weights += self._row_sum * row_weight(0, 1, 0)
-        block_size = self.pool.block_size
-        for request in self._decoding.values():
+        decoding, block_size = self._decoding, self.pool.block_size
+        decoding.put_into(plan, draft.decodes)
+        num_rows = len(plan.chunks) + plan.num_decodes
+        work = StepWork(plan.num_tokens, num_rows, pairs, decoding.context + plan.num_decodes)
+        decoding.advance()
+        for request in decoding.requests.values():
             request.scheduled += 1
             request.in_flight += 1
             if request.scheduled % block_size == 0:
                 filled.append((request, request.preemptions, request.scheduled))
-        sampled += self._decoding.values()
+        sampled += decoding.requests.values()
         self._step += 1
-        self.in_flight.append(StepInFlight(plan.step, sampled, filled))
+        budget = plan.num_decodes + draft.budget.granted
+        self.in_flight.append(StepInFlight(plan.step, sampled, filled, work, self.budget.predict(work), budget))
         self.counters.steps += 1
+        self.counters.late_steps += draft.budget.forced
         self.counters.prefill_tokens += plan.num_prefill_tokens
         self.counters.decode_tokens += plan.num_decodes
-
-    def _update_decoding_set(self, draft: Draft) -> None:
-        plan = draft.plan
-        if draft.decodes != self._decodes or self._leaving:
-            rows = {request.row for request in draft.decodes}
-            for row in [row for row in self._decoding if row not in rows]:
-                self._leave(row)
-            plan.leave, self._leaving = self._leaving, []
-            for request in draft.decodes:
-                if request.row not in self._decoding:
-                    self._join(request)
-                    plan.join.append(request.row)
-            self._decodes = draft.decodes
-
-    def _join(self, request: Request) -> None:
-        row = request.row
-        self._decoding[row] = request
-        self._weights += row_weight(row, request.scheduled, self._block_sums[row])
-        self._row_sum += row + 1
-
-    def _leave(self, row: int) -> None:
-        request = self._decoding.pop(row)
-        self._weights -= row_weight(row, request.scheduled, self._block_sums[row])
-        self._row_sum -= row + 1
-        self._leaving.append(row)
 
 
 def _insert(requests: list[Request], request: Request) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from scheduler.budget import StepBudget
 from scheduler.plan import StepPlan
 from scheduler.request import Request
+from scheduler.step_time import StepWork
 
 
 @dataclass(slots=True)
@@ -14,18 +16,26 @@ class StepInFlight:
 
     sampled: the requests whose tokens it samples, in the result's order.
     filled: (request, its preemptions so far, tokens computed after this step) where a block border is reached.
+    predicted: seconds that it should take, None while the step-time model knows nothing. budget: tokens it could have.
     """
 
     step: int
     sampled: list[Request]
     filled: list[tuple[Request, int, int]]
+    work: StepWork
+    predicted: float | None
+    budget: int
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start."""
+    """Totals since the start.
+
+    late_steps: steps whose decodes left prefill no time under the target TBT, so that it took the minimum anyway.
+    """
 
     steps: int = 0
+    late_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     cached_tokens: int = 0
@@ -47,7 +57,7 @@ class Draft:
     """The step being put together."""
 
     plan: StepPlan
-    budget: int
+    budget: StepBudget
     chunks: list[BegunChunk] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
     preempted: bool = False

@@ -142,7 +142,7 @@ class SimulatedEngine:
             frame = encode_plan(plan)
             assert decode_plan(frame) == plan
             self.frames.append(frame)
-            rows = {chunk.row for chunk in plan.chunks} | set(self.scheduler._decoding)
+            rows = {chunk.row for chunk in plan.chunks} | set(self.scheduler._decoding.requests)
             taking_part = [request for request in self.scheduler.running if request.row in rows]
             self.touched.append({block for request in taking_part for block in request.blocks})
             self.plans.append(plan)

@@ -1,0 +1,101 @@
+"""The token budget of a step: a constant, or what holds a target for the time between tokens.
+
+With a target, the budget of each step is solved from the step-time model: the decodes are in the step whatever they
+cost, and prefill gets the tokens that fit in the time they leave. A chunk behind a long context costs more per token
+and so becomes smaller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from scheduler.step_time import StepCosts, StepTimeModel, StepWork, chunk_pairs
+
+MIN_PREFILL_TOKENS = 16  # a step's prefill advances by this much even where the target cannot be held
+TAIL_WINDOW = 64  # mixed steps from which the spread around the prediction is known
+TAIL_SHARE = 0.95  # this share of them ...
+TAIL_ROOM = 1.05  # ... may take this many times the target, and no more
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What is left for prefill in the step being put together.
+
+    tokens: at most. seconds: at most, None where no decode waits or nothing is to be held.
+    reserve: tokens that prefill may have however little time is left.
+    solved: prefill tokens granted when first asked, for the trace. forced: the reserve was needed.
+    """
+
+    tokens: int
+    seconds: float | None = None
+    costs: StepCosts | None = None
+    reserve: int = 0
+    solved: int | None = None
+    forced: bool = False
+
+    @property
+    def granted(self) -> int:
+        """Prefill tokens that the step could have had."""
+        return self.tokens if self.solved is None else self.solved
+
+    def chunk_limit(self, start: int, begun: bool = False) -> int:
+        """Tokens that a chunk behind `start` others may have. begun: it prolongs one that is in the step already."""
+        limit = self.tokens
+        if self.seconds is not None:
+            seconds = self.seconds if begun else self.seconds - self.costs.sequences
+            # A hair more than the root, so that a budget solved for n tokens does not come out as n - 1.
+            limit = min(limit, int(min(self.costs.longest_chunk(start, seconds) * (1 + 1e-9), limit)))
+            limit = max(limit, min(self.reserve, self.tokens))
+        if self.solved is None:
+            self.solved = limit
+        return limit
+
+    def spend(self, start: int, length: int, begun: bool = False) -> None:
+        """Books a chunk, or what prolongs one."""
+        self.tokens -= length
+        if self.seconds is not None:
+            self.seconds -= self.costs.tokens * length + self.costs.prefill_pairs * chunk_pairs(start, length)
+            self.seconds -= 0.0 if begun else self.costs.sequences
+            self.forced |= self.seconds < -1e-6
+            self.reserve = max(0, self.reserve - length)
+
+
+class TokenBudget:
+    """Makes each step's StepBudget, and learns from what the steps took.
+
+    max_tokens: of a step, whatever the target. target_seconds: the longest step while requests decode, None for any.
+    """
+
+    def __init__(
+        self, max_tokens: int, target_seconds: float | None = None, model: StepTimeModel | None = None
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.target_seconds = target_seconds
+        self.model = model or StepTimeModel()
+        self._tail: deque[float] = deque(maxlen=TAIL_WINDOW)
+        self._spread = 1.0
+
+    def for_step(self, num_decodes: int, decode_context: int) -> StepBudget:
+        """What is left for prefill beside these decodes. decode_context: as in StepWork."""
+        budget = StepBudget(self.max_tokens - num_decodes)
+        costs = self.model.costs
+        if self.target_seconds is not None and num_decodes and costs is not None:
+            allowed = self.target_seconds / (self.model.drift * self._spread)
+            budget.seconds = allowed - costs.seconds(StepWork(num_decodes, num_decodes, 0, decode_context))
+            budget.costs = costs
+            budget.reserve = MIN_PREFILL_TOKENS
+        return budget
+
+    def predict(self, work: StepWork) -> float | None:
+        """Seconds that a step with this work should take, or None while nothing is known."""
+        return self.model.predict(work)
+
+    def observe(self, work: StepWork, predicted: float | None, seconds: float) -> None:
+        """Learns from a step. predicted: what the model said when the step was planned."""
+        self.model.observe(work, seconds)
+        if work.is_mixed and predicted:
+            self._tail.append(seconds / predicted)
+            if len(self._tail) >= 8:
+                worst = sorted(self._tail)[min(int(TAIL_SHARE * len(self._tail)), len(self._tail) - 1)]
+                self._spread = max(1.0, worst / TAIL_ROOM)
