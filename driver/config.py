@@ -11,6 +11,7 @@ EXECUTORS = ("auto", "inline", "ray")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_ASYNC_DEPTH = 2
 DEFAULT_BUDGETS = {"cpu": 512, "cuda": 2048}
+MOST_TUNED_TOKENS = {"cpu": 2048, "cuda": 8192}  # with a target TBT the budget is solved, and this only bounds it
 
 
 class ConfigError(ValueError):
@@ -27,6 +28,8 @@ class EngineConfig:
     device: `cpu`, `cuda`, or `auto` for CUDA where there is a GPU.
     dtype: `float32`, `bfloat16`, `float16`, or `auto` for the model's own.
     max_num_batched_tokens: token budget of a step; None means 2048 on CUDA and 512 on CPU.
+    target_tbt_ms: time between tokens to hold, in milliseconds; the budget of each step is then solved from a step-time
+        model, and max_num_batched_tokens only bounds it (None: 8192 on CUDA and 2048 on CPU).
     max_num_seqs: requests that run at once.
     policy: order of service: `fcfs`, `priority` or `shortest-prefill`; see scheduler.limits.Limits for this and the
         next three.
@@ -55,6 +58,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     max_num_batched_tokens: int | None = None
+    target_tbt_ms: float | None = None
     max_num_seqs: int = 256
     policy: str = "fcfs"
     chunked_prefill: bool = True
@@ -97,6 +101,7 @@ class EngineConfig:
         ):
             self._check_integer(name, low, high)
         for name, high in (
+            ("target_tbt_ms", 1e6),
             ("kv_cache_gib", 1e6),
             ("gpu_memory_utilization", 1.0),
             ("start_timeout_seconds", 1e6),
@@ -108,6 +113,10 @@ class EngineConfig:
         for name in ("chunked_prefill", "prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.target_tbt_ms is not None and not self.chunked_prefill:
+            raise ConfigError(
+                f"target_tbt_ms {self.target_tbt_ms:g} needs chunked prefill: whole prompts take what they take"
+            )
         if self.executor == "inline" and self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"the inline executor runs one rank, but tensor_parallel_size is {self.tensor_parallel_size}; use ray"
@@ -115,7 +124,8 @@ class EngineConfig:
 
     def limits(self, device: str, max_model_len: int) -> Limits:
         """The scheduler's limits on a device. Raises ConfigError when whole prompts would not fit a step."""
-        default = DEFAULT_BUDGETS[device] if self.chunked_prefill else max_model_len
+        budgets = DEFAULT_BUDGETS if self.target_tbt_ms is None else MOST_TUNED_TOKENS
+        default = budgets[device] if self.chunked_prefill else max_model_len
         budget = self.max_num_batched_tokens or default
         if not self.chunked_prefill and budget < max_model_len:
             raise ConfigError(

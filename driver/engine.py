@@ -11,15 +11,15 @@ import logging
 import queue
 import threading
 import time
-import zlib
-from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
 from driver.text import TextStream
 from driver.trace import StepTrace
-from scheduler.frame import StepResult, encode_plan
+from scheduler.budget import MIN_PREFILL_TOKENS
+from scheduler.frame import StepResult, encode_plan, tokens_crc
 from scheduler.params import InvalidRequest
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -72,6 +72,28 @@ class FrameSizes:
 
 
 @dataclass(slots=True)
+class LateSteps:
+    """Says in the log, once a minute at most, that the target TBT cannot be held."""
+
+    reported: int = 0
+    next_report: float = 0.0
+
+    def report(self, scheduler: Scheduler, now: float) -> None:
+        late = scheduler.counters.late_steps
+        if late == self.reported or now < self.next_report:
+            return
+        logger.warning(
+            "a TBT of %.0f ms cannot be held: in %d steps the %d requests that decode left no time for prefill, "
+            "which went on by %d tokens a step all the same",
+            scheduler.budget.target_seconds * 1000,
+            late - self.reported,
+            len(scheduler.running),
+            MIN_PREFILL_TOKENS,
+        )
+        self.reported, self.next_report = late, now + 60
+
+
+@dataclass(slots=True)
 class _Live:
     """A request in the engine, its text so far, and where its updates go."""
 
@@ -96,6 +118,9 @@ class Engine:
         self.frames = FrameSizes()
         self._trace = trace
         self._max_in_flight = max(1, async_depth)
+        self._published_at: deque[float] = deque()  # of the steps in flight, `time.perf_counter()`
+        self._last_done = 0.0
+        self._late = LateSteps()
         self._step_timeout_seconds = step_timeout_seconds
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, _Live] = {}
@@ -164,6 +189,7 @@ class Engine:
             self.frames.count(frame, prefill=bool(plan.chunks))
             if self._trace:
                 self._trace.published(plan, scheduler)
+            self._published_at.append(time.perf_counter())
             self.executor.publish(frame)
 
     def _receive(self) -> StepResult | None:
@@ -179,17 +205,25 @@ class Engine:
     def _take_result(self, result: StepResult) -> None:
         if result.epoch < self.scheduler.epoch:
             return  # of an engine that ran on these workers before
-        if self._trace:
-            self._trace.done(result)
         now = time.perf_counter()
-        crc = zlib.crc32(array("i", result.tokens).tobytes())
-        for request, token in self.scheduler.update(result, crc):
+        self._learn(result, now)
+        for request, token in self.scheduler.update(result, tokens_crc(result.tokens)):
             live = self._live[request.id]
             ended_by_token = request.finish_reason == "stop"
             text = "" if ended_by_token else live.text.push(token)
             if live.text.stop is not None:
                 self.scheduler.finish(request, "stop", live.text.stop)
             self._tell(live, text, [token], now)
+
+    def _learn(self, result: StepResult, now: float) -> None:
+        """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""
+        step = self.scheduler.in_flight[0]
+        seconds = now - max(self._published_at.popleft(), self._last_done)
+        self._last_done = now
+        if self._trace:
+            self._trace.done(step, result, seconds)
+        self.scheduler.budget.observe(step.work, step.predicted, seconds)
+        self._late.report(self.scheduler, now)
 
     def _tell(self, live: _Live, text: str, token_ids: list[int], now: float) -> None:
         request = live.request

@@ -29,6 +29,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="token budget of a step; not given: 2048 on cuda, 512 on cpu",
     )
     group.add_argument(
+        "--target-tbt-ms",
+        type=float,
+        metavar="MS",
+        help="time between tokens to hold, in milliseconds: the largest token budget that does is found for each step, "
+        "and --max-num-batched-tokens only bounds it (not given: 8192 on cuda, 2048 on cpu)",
+    )
+    group.add_argument(
         "--max-num-seqs", type=int, default=defaults["max_num_seqs"].default, metavar="N", help="requests at once"
     )
     group.add_argument(

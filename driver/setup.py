@@ -12,12 +12,15 @@ from pathlib import Path
 from driver.config import ConfigError, EngineConfig
 from driver.engine import Engine
 from driver.executor import Executor, InlineExecutor
+from driver.profile import profile_steps
 from driver.tokenizer import Tokenizer, load_tokenizer
 from driver.trace import StepTrace
 from parallel.split import SplitError, shard_heads
 from scheduler.blocks import BlockPool
+from scheduler.budget import TokenBudget
 from scheduler.limits import Limits
 from scheduler.scheduler import Scheduler
+from scheduler.step_time import StepTimeModel
 from workers.architecture import Architecture, read_architecture
 from workers.source import resolve_model
 from workers.spec import DTYPES, WorkerReady, WorkerSpec
@@ -93,16 +96,37 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
         with phases.phase("weights and cache"):
             ready = executor.start(worker_specs(config, model, limits, executor))
         _report(model, ready, config.block_size)
-        engine = make_engine(config, executor, limits, ready[0].num_blocks)
+        if config.target_tbt_ms is None:
+            engine = make_engine(config, executor, limits, ready[0].num_blocks)
+        else:
+            with phases.phase("step-time profile"):
+                step_time = profile_steps(
+                    executor,
+                    limits,
+                    ready[0].num_blocks,
+                    config.block_size,
+                    model.max_model_len,
+                    config.step_timeout_seconds,
+                )
+            engine = make_engine(config, executor, limits, ready[0].num_blocks, 1, step_time)
     except BaseException:
         executor.close()
         raise
     return engine, ready
 
 
-def make_engine(config: EngineConfig, executor: Executor, limits: Limits, num_blocks: int, epoch: int = 0) -> Engine:
-    """A running engine loop on an executor that has been started."""
-    scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch, config.prefix_caching)
+def make_engine(
+    config: EngineConfig,
+    executor: Executor,
+    limits: Limits,
+    num_blocks: int,
+    epoch: int = 0,
+    step_time: StepTimeModel | None = None,
+) -> Engine:
+    """A running engine loop on an executor that has been started. step_time: what is known of it so far."""
+    target = None if config.target_tbt_ms is None else config.target_tbt_ms / 1000
+    budget = TokenBudget(limits.max_num_batched_tokens, target, step_time)
+    scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch, config.prefix_caching, budget)
     trace = StepTrace(config.trace_steps) if config.trace_steps else None
     engine = Engine(executor, scheduler, config.async_depth, config.step_timeout_seconds, trace)
     engine.start()

@@ -11,14 +11,16 @@ from driver.config import ConfigError
 from scheduler.frame import StepResult
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
+from scheduler.step import StepInFlight
 
 
 class StepTrace:
     """Writes a line when a step's result is in.
 
-    Fields: step; published_s and done_s, seconds since the trace began; worker_s, what the worker spent on it;
-    prefill_tokens, decode_tokens, budget; chunks, [row, start, length] each; running, waiting and free_blocks after
-    planning.
+    Fields: step; published_s and done_s, seconds since the trace began; measured_s, from when the workers could begin
+    the step to its result, predicted_s, what the step-time model expected (null while it knows nothing), worker_s,
+    what rank 0 spent on it; prefill_tokens, decode_tokens, budget, which the step could have had; prefill_pairs and
+    decode_context as in StepWork; chunks, [row, start, length] each; running, waiting and free_blocks after planning.
     """
 
     def __init__(self, path: str) -> None:
@@ -31,13 +33,16 @@ class StepTrace:
         self._pending: deque[dict[str, object]] = deque()
 
     def published(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        step = scheduler.in_flight[-1]
         self._pending.append(
             {
                 "step": plan.step,
                 "published_s": round(time.perf_counter() - self._began, 6),
                 "prefill_tokens": plan.num_prefill_tokens,
                 "decode_tokens": plan.num_decodes,
-                "budget": scheduler.limits.max_num_batched_tokens,
+                "budget": step.budget,
+                "prefill_pairs": step.work.prefill_pairs,
+                "decode_context": step.work.decode_context,
                 "chunks": [[chunk.row, chunk.start, chunk.length] for chunk in plan.chunks],
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
@@ -45,9 +50,11 @@ class StepTrace:
             }
         )
 
-    def done(self, result: StepResult) -> None:
+    def done(self, step: StepInFlight, result: StepResult, seconds: float) -> None:
         line = self._pending.popleft()
         line["done_s"] = round(time.perf_counter() - self._began, 6)
+        line["measured_s"] = round(seconds, 6)
+        line["predicted_s"] = None if step.predicted is None else round(step.predicted, 6)
         line["worker_s"] = round(result.seconds, 6)
         self._file.write(json.dumps(line) + "\n")
 

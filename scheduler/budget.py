@@ -23,7 +23,7 @@ class StepBudget:
     """What is left for prefill in the step being put together.
 
     tokens: at most. seconds: at most, None where no decode waits or nothing is to be held.
-    reserve: tokens that prefill may have however little time is left.
+    reserve: tokens that prefill may have however little time is left, until it has had some.
     solved: prefill tokens granted when first asked, for the trace. forced: the reserve was needed.
     """
 
@@ -45,8 +45,9 @@ class StepBudget:
         if self.seconds is not None:
             seconds = self.seconds if begun else self.seconds - self.costs.sequences
             # A hair more than the root, so that a budget solved for n tokens does not come out as n - 1.
-            limit = min(limit, int(min(self.costs.longest_chunk(start, seconds) * (1 + 1e-9), limit)))
-            limit = max(limit, min(self.reserve, self.tokens))
+            limit = int(min(self.costs.longest_chunk(start, seconds) * (1 + 1e-9), limit))
+            if limit < MIN_PREFILL_TOKENS:  # not worth a sequence's costs, unless prefill would stand still
+                limit = min(self.reserve, self.tokens)
         if self.solved is None:
             self.solved = limit
         return limit
@@ -58,7 +59,7 @@ class StepBudget:
             self.seconds -= self.costs.tokens * length + self.costs.prefill_pairs * chunk_pairs(start, length)
             self.seconds -= 0.0 if begun else self.costs.sequences
             self.forced |= self.seconds < -1e-6
-            self.reserve = max(0, self.reserve - length)
+            self.reserve = 0
 
 
 class TokenBudget:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,11 @@ class StepResult:
     step: int
     tokens: list[int]
     seconds: float
+
+
+def tokens_crc(tokens: list[int]) -> int:
+    """CRC-32 of a step's sampled tokens, as exchanged to prove that all ranks agree."""
+    return zlib.crc32(_pack(tokens))
 
 
 def encode_plan(plan: StepPlan) -> bytes:

@@ -21,8 +21,10 @@ import numpy as np
 
 SAMPLES_PER_KIND = 6
 KINDS = 256
-STEPS_PER_FIT = 16
+STEPS_PER_FIT = 16  # ... or what half a second's worth of steps is, where steps are long
+SECONDS_PER_FIT = 0.5
 FEWEST_SAMPLES = 12
+RECENT = 15  # steps that tell how fast the machine is now
 OUTLIER = 1.8  # a step this many times slower than the recent median of its like is a hiccup, not information
 RIDGE = 1e-3  # how much the costs of before weigh; only what the samples do not tell is decided by it
 
@@ -95,8 +97,9 @@ class StepTimeModel:
         self.drift = 1.0
         self.outliers = 0
         self._kinds: OrderedDict[tuple[int, ...], deque[tuple[StepWork, float]]] = OrderedDict()
-        self._recent: deque[float] = deque(maxlen=15)
-        self._since_fit = 0
+        self._recent: deque[tuple[StepWork, float]] = deque(maxlen=RECENT)
+        self._steps_since_fit = 0
+        self._seconds_since_fit = 0.0
 
     def predict(self, work: StepWork) -> float | None:
         """Expected seconds, or None while nothing is known."""
@@ -105,20 +108,20 @@ class StepTimeModel:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learns from a step. One far slower than the recent ones counts only if most become so."""
         if self.costs is not None:
-            ratio = seconds / max(self.costs.seconds(work), 1e-9)
-            self._recent.append(ratio)
-            self.drift = sorted(self._recent)[len(self._recent) // 2]
-            if ratio > OUTLIER * self.drift:
+            self._recent.append((work, seconds))
+            self._update_drift()
+            if seconds > OUTLIER * self.predict(work):
                 self.outliers += 1
                 return
         self._remember(work, seconds)
-        self._since_fit += 1
-        if self._since_fit >= STEPS_PER_FIT or (self.costs is None and self._since_fit >= FEWEST_SAMPLES):
+        self._steps_since_fit += 1
+        self._seconds_since_fit += seconds
+        if self._steps_since_fit >= STEPS_PER_FIT or self._seconds_since_fit >= SECONDS_PER_FIT:
             self.fit()
 
     def fit(self) -> None:
         """Fits the costs to the remembered steps, twice, the second time without those that the first finds odd."""
-        self._since_fit = 0
+        self._steps_since_fit, self._seconds_since_fit = 0, 0.0
         samples = [sample for kind in self._kinds.values() for sample in kind]
         if len(samples) < FEWEST_SAMPLES:
             return
@@ -127,8 +130,11 @@ class StepTimeModel:
         if len(usual) >= FEWEST_SAMPLES:
             costs = _fit(usual, self.costs)
         self.costs = costs
-        self._recent.clear()
-        self.drift = 1.0
+        self._update_drift()
+
+    def _update_drift(self) -> None:
+        ratios = sorted(seconds / max(self.costs.seconds(work), 1e-9) for work, seconds in self._recent)
+        self.drift = ratios[len(ratios) // 2] if ratios else 1.0
 
     def _remember(self, work: StepWork, seconds: float) -> None:
         kind = tuple(value.bit_length() for value in _values(work))

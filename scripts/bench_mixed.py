@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--long-tokens", type=int, default=1500, help="tokens of each long prompt")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between long prompts")
     parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
+    parser.add_argument("--target-tbt-ms", type=float, help="time between tokens to hold")
     parser.add_argument("--chunked-prefill", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trace-steps", help="record of every step")
     parser.add_argument("--seed", type=int, default=0)
@@ -62,6 +63,7 @@ def main() -> None:
         tensor_parallel_size=args.tp,
         max_model_len=2048,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        target_tbt_ms=args.target_tbt_ms,
         chunked_prefill=args.chunked_prefill,
         prefix_caching=False,
         trace_steps=args.trace_steps,

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import resource
 import time
-import zlib
 from collections import deque
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from parallel.channel import ChannelClosed
 from parallel.group import TensorParallelGroup, join_group
-from scheduler.frame import StepResult, decode_plan, encode_result
+from scheduler.frame import StepResult, decode_plan, encode_result, tokens_crc
 from workers.architecture import read_architecture
 from workers.cores import available_cores
 from workers.runner import LaunchedStep, ModelRunner
@@ -42,11 +40,6 @@ class PlanSource(Protocol):
     def receive(self, timeout_seconds: float | None) -> bytes | None: ...
 
     def send(self, kind: bytes, body: bytes) -> None: ...
-
-
-def tokens_crc(tokens: list[int]) -> int:
-    """CRC-32 of a step's sampled tokens, as exchanged to prove that all ranks agree."""
-    return zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes())
 
 
 class Worker:
