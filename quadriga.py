@@ -3,7 +3,8 @@
 from quadriga import LLM, SamplingParams
 """
 
-from driver.llm import LLM, Completion, Increment, Stream
+from driver.llm import LLM, Stream
+from driver.results import Completion, Increment
 from scheduler.params import InvalidRequest, SamplingParams
 
 __all__ = ["LLM", "Completion", "Increment", "InvalidRequest", "SamplingParams", "Stream"]
