@@ -1,4 +1,4 @@
-"""The command line: `quadriga generate`, also as `python -m quadriga`."""
+"""The command line: `quadriga generate` and `quadriga simulate`, also as `python -m quadriga`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from driver import generate, options
+from driver import generate, options, simulate
 from driver.engine import EngineDead
 from driver.errors import is_input_fault
 from driver.executor import WorkerFailed
@@ -69,13 +69,26 @@ def _parser() -> argparse.ArgumentParser:
     _add_prompts(command)
     _add_sampling(command)
     options.add_engine_options(command)
-    command.add_argument(
+    _add_output(command)
+    command = commands.add_parser(
+        "simulate",
+        help="calculate how a model would be served on other hardware",
+        description="Run the scheduler on a load and a device that are only calculated; see docs/simulate.md.",
+        formatter_class=_HelpFormatter,
+    )
+    command.set_defaults(run=simulate.run)
+    simulate.add_options(command)
+    _add_output(command)
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object a line and nothing else to standard output"
     )
-    command.add_argument(
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to standard error"
     )
-    return parser
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

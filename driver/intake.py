@@ -33,9 +33,7 @@ class Intake:
         decode = self.model.tokenizer.decode if self.model.tokenizer else None
         return TextStream(decode, request.params.stop)
 
-    def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, produced: Sequence[int] = ()
-    ) -> Request:
+    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, produced: Sequence[int] = ()) -> Request:
         """Makes a request. Raises InvalidRequest, naming value and limit.
 
         produced: output tokens that an earlier run of the same request has yielded already; it goes on behind them.

@@ -24,6 +24,7 @@ from workers.spec import WorkerReady
 
 logger = logging.getLogger("quadriga")
 
+
 class Stream:
     """An iterator over the increments of one request."""
 
