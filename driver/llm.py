@@ -176,6 +176,21 @@ class LLM:
         """
         self._engine.submit(request, text or self._intake.text_stream(request), sink)
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine has stopped, or None while it runs."""
+        return None if self._engine is None else self._engine.dead
+
+    @property
+    def max_running(self) -> int:
+        """Requests that can run at once."""
+        return self._engine.scheduler.limits.num_rows
+
+    def load(self) -> tuple[int, int]:
+        """Requests running and waiting now."""
+        scheduler = self._engine.scheduler
+        return len(scheduler.running), len(scheduler.waiting)
+
     def text_stream(self, request: Request) -> TextStream:
         return self._intake.text_stream(request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +56,10 @@ class ModelRunner:
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
 
-    def load(self, folder: Path) -> int:
-        """Reads this rank's slices of the weights. Returns their size in bytes."""
+    def load(self, folder: Path, on_share: Callable[[float], None] | None = None) -> int:
+        """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
-            self.model.load(checkpoint)
+            self.model.load(checkpoint, on_share)
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
     def make_cache(self, num_blocks: int) -> int:

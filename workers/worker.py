@@ -6,6 +6,7 @@ import logging
 import resource
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -56,10 +57,12 @@ class Worker:
         self.runner: ModelRunner | None = None
         self._crcs: dict[int, int] = {}
 
-    def start(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> WorkerReady:
+    def start(
+        self, store: dist.Store | None, node_ip: str, ranks_here: int, on_share: Callable[[float], None] | None = None
+    ) -> WorkerReady:
         """Joins the group, loads the weights and reserves the cache. Returns what the driver needs to know.
 
-        ranks_here: ranks on this node; they share its CPU cores.
+        ranks_here: ranks on this node; they share its CPU cores. on_share: told how much of the weights is loaded.
 
         Raises UnsupportedModel, CheckpointError or GroupError.
         """
@@ -70,7 +73,7 @@ class Worker:
             self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
         folder = resolve_model(spec.model)
         self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
-        weight_bytes = self.runner.load(folder)
+        weight_bytes = self.runner.load(folder, on_share)
         num_blocks = self.group.smallest(self._affordable_blocks(), self.device)
         cache_bytes = self.runner.make_cache(num_blocks)
         return WorkerReady(
