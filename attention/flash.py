@@ -66,12 +66,13 @@ class FlashAttnBackend(RaggedBackend):
         query: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         rows: RaggedRows,
-        reach: tuple[int, int],
+        window: int | None,
     ) -> torch.Tensor:
         scoring = {
             "softmax_scale": self.scale,
             "causal": True,
-            "window_size": reach,
+            # Without a window (-1, -1), never (-1, 0): only then are the heads of a group folded into one tile.
+            "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": self.layout.soft_cap or 0.0,
         }
         if self._kernels.version == 3:

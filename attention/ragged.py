@@ -72,9 +72,7 @@ class RaggedBackend(ABC):
     ) -> torch.Tensor:
         if metadata is not self._seen:  # the first layer of a step derives what all layers use
             self._seen, self._rows = metadata, ragged_rows(metadata, self.one_call)
-        # A window of w keys, the query's own included, reaches w - 1 keys to the left.
-        reach = (-1 if window is None else window - 1, 0)
-        parts = [self._call(query[rows.tokens], cache, rows, reach) for rows in self._rows]
+        parts = [self._call(query[rows.tokens], cache, rows, window) for rows in self._rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @abstractmethod
@@ -83,9 +81,9 @@ class RaggedBackend(ABC):
         query: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         rows: RaggedRows,
-        reach: tuple[int, int],
+        window: int | None,
     ) -> torch.Tensor:
-        """query: [tokens of rows, num_q_heads, head_dim] -> the same shape. reach: keys to the left and right, -1: all."""
+        """query: [tokens of rows, num_q_heads, head_dim] -> the same shape. window: keys seen, the query's own too."""
 
 
 def ragged_rows(metadata: AttentionMetadata, one_call: bool) -> list[RaggedRows]:

@@ -51,12 +51,15 @@ class TorchFlashBackend(RaggedBackend):
         query: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         rows: RaggedRows,
-        reach: tuple[int, int],
+        window: int | None,
     ) -> torch.Tensor:
         grouped = self.layout.group_size > 1
-        # FlashAttention 2 folds a group's heads into the query length of decodes without a window; only there, where
-        # nothing is ragged any more, does its split-KV write every row. Later implementations split rightly.
-        may_split = not self._plain or (self._split_decodes and rows.decode and grouped and reach[0] < 0)
+        # Version 2 folds a group's heads into the query length, and so reads each key once for all of them, only where
+        # the window is (-1, -1). A decode is its context's last token: that sees what (-1, 0), causal, would show it.
+        folded = rows.decode and grouped and window is None
+        # Folded rows are no longer ragged, and only then does version 2's split-KV write every one of them. What may
+        # be activated in its place splits rightly.
+        may_split = not self._plain or (self._split_decodes and folded)
         return self._varlen_attn(
             query,
             *cache,
@@ -66,7 +69,7 @@ class TorchFlashBackend(RaggedBackend):
             rows.max_query_len,
             rows.max_seq_len,
             scale=self.scale,
-            window_size=reach,
+            window_size=(-1, -1) if folded else (-1 if window is None else window - 1, 0),
             enable_gqa=grouped,
             seqused_k=rows.context_lens,
             block_table=rows.block_table,
