@@ -67,7 +67,7 @@ class CudaGraphMaker:
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """num_rows: requests at once. max_tokens: of a step. spare_block: where padding is written, in blocks.
+    """num_rows: requests at once. max_tokens: of a step.
 
     kinds: "decode" captures steps of decodes alone, "mixed" all steps of at most MOST_MIXED_TOKENS tokens too.
     """
@@ -76,7 +76,6 @@ class GraphSizes:
     max_tokens: int
     max_model_len: int
     block_size: int
-    spare_block: int
     hidden_size: int
     kinds: str
 
@@ -98,25 +97,32 @@ class StepGraphs:
     """The captured steps of one rank.
 
     forward: (token_ids [n] int64, positions [n] int64, metadata) -> hidden states [n, hidden].
+    spare_block: the block that padding is written to; no request may have it.
     replays: how often each (kind, bucket) was replayed.
     """
 
     def __init__(
-        self, forward: Forward, maker: GraphMaker, sizes: GraphSizes, dtype: torch.dtype, device: torch.device
+        self,
+        forward: Forward,
+        maker: GraphMaker,
+        sizes: GraphSizes,
+        spare_block: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self._spare_block = sizes, spare_block
         self.replays: Counter[tuple[str, int]] = Counter()
         self._forward, self._maker = forward, maker
         self._buckets = {"decode": sizes.decode_buckets, "mixed": sizes.mixed_buckets}
         self._graphs: dict[tuple[str, int], Graph] = {}
         tokens, rows = sizes.most_tokens, sizes.num_rows
         long, short = {"dtype": torch.int64, "device": device}, {"dtype": torch.int32, "device": device}
-        self._spare_slot = sizes.spare_block * sizes.block_size
+        self._spare_slot = spare_block * sizes.block_size
         self._token_ids, self._positions = torch.zeros(tokens, **long), torch.zeros(tokens, **long)
         self._slots = torch.full((tokens,), self._spare_slot, **long)
         self._query_start_loc, self._counting = torch.zeros(rows + 1, **short), torch.arange(rows + 1, **short)
         self._context_lens = torch.ones(rows, **short)
-        self._block_table = torch.full((rows, -(-sizes.max_model_len // sizes.block_size)), sizes.spare_block, **short)
+        self._block_table = torch.full((rows, -(-sizes.max_model_len // sizes.block_size)), spare_block, **short)
         self._hidden = torch.zeros(tokens, sizes.hidden_size, dtype=dtype, device=device)
 
     def capture(self) -> None:
@@ -145,7 +151,7 @@ class StepGraphs:
         else:
             self._fill_rows(0, metadata.decode)
             self._context_lens[count:size].fill_(1)
-            self._block_table[count:size, 0].fill_(self.sizes.spare_block)
+            self._block_table[count:size, 0].fill_(self._spare_block)
         self._graphs[kind, size].replay()
         self.replays[kind, size] += 1
         return self._hidden[:count]

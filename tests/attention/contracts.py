@@ -38,8 +38,13 @@ def paged_attention(
     softcap: float,
     slopes: torch.Tensor | None,
     rows_written: int,
+    max_key_len: int,
+    key_starts: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [tokens, heads, D] -> the same, NaN where nothing is written. One opaque operation, as a kernel is."""
+    _check(int(key_lens.max()) <= max_key_len, f"rows have {key_lens.tolist()} keys, but the longest is {max_key_len}")
+    if key_starts is not None:
+        _check(torch.equal(key_starts.diff(), key_lens), "cu_seq_k and seqused_k contradict each other")
     out = torch.full_like(q, float("nan"))
     page_size, group = k.shape[1], q.shape[1] // k.shape[2]
     starts, lens = query_starts.tolist(), key_lens.tolist()
@@ -99,9 +104,8 @@ def _check_starts(name: str, starts: torch.Tensor | None, rows: int) -> None:
     _check(starts.shape == (rows + 1,), f"{name} must have shape (batch_size + 1)")
 
 
-def _check_lens(name: str, lens: torch.Tensor, rows: int, max_len: int | None = None) -> None:
+def _check_lens(name: str, lens: torch.Tensor, rows: int) -> None:
     _check(lens.dtype == torch.int32 and lens.is_contiguous() and lens.shape == (rows,), f"{name} must be [rows] int32")
-    _check(max_len is None or int(lens.max()) <= max_len, f"{name} has {lens.tolist()}, but the longest is {max_len}")
 
 
 def varlen_attn(
@@ -131,16 +135,14 @@ def varlen_attn(
     _check_starts("cu_seq_q", cu_seq_q, rows)
     _check_starts("cu_seq_k", cu_seq_k, rows)
     _check_pages(query, key, value, block_table, rows, multiple=256)
-    _check_lens("seqused_k", seqused_k, rows, max_k)
-    _check(torch.equal(cu_seq_k.diff(), seqused_k), "cu_seq_k and seqused_k contradict each other")
+    _check_lens("seqused_k", seqused_k, rows)
     folded = max_q == 1 and heads > kv_heads and tuple(window_size) == (-1, -1)
     folded_calls.append(folded)
     # Split-KV over ragged paged rows writes the first row only (pytorch issue 194167).
     written = rows if num_splits == 1 or folded else 1
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return paged_attention(
-        query, key, value, cu_seq_q, seqused_k, block_table, max_q, scale, *window_size, 0.0, None, written
-    )
+    flat = (query, key, value, cu_seq_q, seqused_k, block_table)
+    return paged_attention(*flat, max_q, scale, *window_size, 0.0, None, written, max_k, cu_seq_k)
 
 
 def flash_attn_varlen_func(
@@ -169,24 +171,10 @@ def flash_attn_varlen_func(
     _check_starts("cu_seqlens_k", cu_seqlens_k, rows)
     _check_pages(q, k, v, block_table, rows, multiple=256)
     lens = cu_seqlens_k.diff()
-    _check_lens("cu_seqlens_k", lens, rows, max_seqlen_k)
-    right = 0 if causal else window_size[1]
+    bounds = (window_size[0], 0 if causal else window_size[1])
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return paged_attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        lens,
-        block_table,
-        max_seqlen_q,
-        scale,
-        window_size[0],
-        right,
-        softcap,
-        alibi_slopes,
-        rows,
-    )
+    flat = (q, k, v, cu_seqlens_q, lens, block_table)
+    return paged_attention(*flat, max_seqlen_q, scale, *bounds, softcap, alibi_slopes, rows, max_seqlen_k, None)
 
 
 def flash_attn_with_kvcache(
@@ -219,13 +207,14 @@ def flash_attn_with_kvcache(
     assert block_table is not None, "the backends always page"
     rows, queries = q.shape[:2]
     _check_pages(q, k_cache, v_cache, block_table, rows, multiple=256)
-    _check_lens("cache_seqlens", cache_seqlens, rows, block_table.shape[1] * k_cache.shape[1])
+    _check_lens("cache_seqlens", cache_seqlens, rows)
     folded_calls.append(queries == 1 and q.shape[2] > k_cache.shape[2] and tuple(window_size) == (-1, -1))
     starts = torch.arange(rows + 1, dtype=torch.int32) * queries
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     bounds = (window_size[0], 0 if causal else window_size[1])
     flat = (q.flatten(0, 1), k_cache, v_cache, starts, cache_seqlens, block_table)
-    return paged_attention(*flat, queries, scale, *bounds, softcap, alibi_slopes, rows).view(q.shape)
+    reach = block_table.shape[1] * k_cache.shape[1]
+    return paged_attention(*flat, queries, scale, *bounds, softcap, alibi_slopes, rows, reach, None).view(q.shape)
 
 
 def flash_attn_3_with_kvcache(
@@ -248,11 +237,12 @@ def flash_attn_3_with_kvcache(
     rows = len(cu_seqlens_q) - 1
     _check_starts("cu_seqlens_q", cu_seqlens_q, rows)
     _check_pages(q, k_cache, v_cache, page_table, rows, multiple=1)
-    _check_lens("cache_seqlens", cache_seqlens, rows, page_table.shape[1] * k_cache.shape[1])
+    _check_lens("cache_seqlens", cache_seqlens, rows)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     bounds = (window_size[0], 0 if causal else window_size[1])
     flat = (q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table)
-    return paged_attention(*flat, max_seqlen_q, scale, *bounds, softcap, None, rows)
+    reach = page_table.shape[1] * k_cache.shape[1]
+    return paged_attention(*flat, max_seqlen_q, scale, *bounds, softcap, None, rows, reach, None)
 
 
 def same_signature(ours: object, theirs: object) -> bool:

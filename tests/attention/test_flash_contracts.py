@@ -161,7 +161,7 @@ def _top_left(
     """Each row cut to as many keys as it has queries: query i then sees keys j <= i."""
     cut = torch.minimum(lens, starts.diff())
     flat = (query, key, value, starts, cut, kw["block_table"])
-    return contracts.paged_attention(*flat, len(query), kw["scale"], -1, 0, 0.0, None, len(lens))
+    return contracts.paged_attention(*flat, len(query), kw["scale"], -1, 0, 0.0, None, len(lens), len(query), None)
 
 
 FAULTS = (
