@@ -91,6 +91,8 @@ def make_backend(
             passed_over.append(str(error))
             continue
         why = "; ".join(passed_over) or f"the first choice on {device.type}"
+        if backend.capabilities.note:
+            why += f". Note: {backend.capabilities.note}"
         if candidate == "reference":
             logger.warning("attention backend: reference (plain torch, exact but slow for long contexts): %s", why)
         else:

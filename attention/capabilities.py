@@ -47,6 +47,7 @@ class Capabilities:
     block_multiple, preferred_block: which block sizes it takes, in tokens, and which it is given when nobody asks.
     block_reason: why, for whoever asked for another one.
     one_call: prefill and decode rows of a step may go through one call.
+    note: what the user should know when this one is taken.
     graphs: what may be replayed from a CUDA graph: "none", "decode" for steps of decodes alone, or "mixed" for all.
     """
 
@@ -61,6 +62,7 @@ class Capabilities:
     alibi: bool = False
     one_call: bool = False
     graphs: str = "none"
+    note: str = ""
 
     def refusal(self, layout: HeadLayout, demand: Demand) -> str | None:
         """Why this cannot be served, or None when it can."""

@@ -145,6 +145,30 @@ def varlen_attn(
     return paged_attention(*flat, max_q, scale, *window_size, 0.0, None, written, max_k, cu_seq_k)
 
 
+def unpaged_varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """An older torch's, with ragged keys [keys, heads, D]: here each a page of its own."""
+    rows = len(cu_seq_q) - 1
+    _check_starts("cu_seq_q", cu_seq_q, rows)
+    _check_starts("cu_seq_k", cu_seq_k, rows)
+    _check(enable_gqa or query.shape[1] == key.shape[1], "the same number of heads")
+    width = int(cu_seq_k.diff().max())
+    table = cu_seq_k[:-1, None] + torch.arange(width, dtype=torch.int32)
+    flat = (query, key[:, None], value[:, None], cu_seq_q, cu_seq_k.diff(), table)
+    return paged_attention(*flat, max_q, scale, *window_size, 0.0, None, rows, max_k, cu_seq_k)
+
+
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,

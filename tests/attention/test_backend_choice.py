@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -130,9 +131,17 @@ def test_an_old_package_is_refused_with_what_it_lacks(gpu, monkeypatch) -> None:
 def test_an_old_torch_is_refused_with_what_it_lacks(gpu, monkeypatch) -> None:
     from torch.nn.attention import varlen
 
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, scale=None, window_size=None: query)
-    with pytest.raises(BackendError, match=r"without block_table, enable_gqa, num_splits, seqused_k; it needs 2\.13"):
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, is_causal=False: query)
+    with pytest.raises(BackendError, match=r"has a varlen_attn without scale, window_size; 2\.13 or newer"):
         make_backend("torch_flash", LAYOUT, 0.125, CUDA, BF16)
+
+
+def test_a_torch_that_reads_no_pages_is_taken_with_a_note(gpu, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    with caplog.at_level("INFO"):
+        backend = make_backend("auto", LAYOUT, 0.125, CUDA, Demand(dtype=torch.bfloat16, block_size=16))
+    assert (backend.name, backend.capabilities.graphs) == ("torch_flash", "none")
+    assert "Note: keys are copied out of their pages in every layer, since torch 2.12.1" in caplog.text
 
 
 def test_an_implementation_activated_in_torch_lifts_the_page_rule(gpu, monkeypatch) -> None:
@@ -144,7 +153,8 @@ def test_an_implementation_activated_in_torch_lifts_the_page_rule(gpu, monkeypat
 
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
     assert torch_flash.TorchFlashBackend.on(CUDA).block_multiple == 1
-    backend = torch_flash.TorchFlashBackend(LAYOUT, 0.125, varlen_attn=varlen_attn)
+    kernel = replace(torch_flash.find_kernel(), varlen_attn=varlen_attn)
+    backend = torch_flash.TorchFlashBackend(LAYOUT, 0.125, kernel=kernel)
     rows = ragged.RaggedRows(slice(0, 1), *[torch.zeros(2, dtype=torch.int32)] * 4, 1, 1, True)
     backend._call(torch.zeros(1, 8, 64), (None, None), rows, None)
     assert seen["cu_seq_k"] is None

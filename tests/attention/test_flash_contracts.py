@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn as real_varlen_attn
 
 from attention.backend import Backend
 from attention.flash import FlashAttnBackend, Kernels
-from attention.torch_flash import TorchFlashBackend
+from attention.torch_flash import TorchFlashBackend, TorchKernel
 from tests.attention import contracts
 from tests.attention.batches import Batch, Case
 
@@ -23,7 +24,7 @@ KINDS = ("torch_flash", "flash_attn_2", "flash_attn_3")
 
 def make(kind: str, case: Case, calls: str = "two", **options: object) -> Backend:
     if kind == "torch_flash":
-        options.setdefault("varlen_attn", contracts.varlen_attn)
+        options.setdefault("kernel", TorchKernel(contracts.varlen_attn))
         return TorchFlashBackend(case.layout, case.scale, calls, **options)
     options.setdefault("kernels", FLASH_2 if kind == "flash_attn_2" else FLASH_3)
     return FlashAttnBackend(case.layout, case.scale, calls, **options)
@@ -78,6 +79,20 @@ def test_a_batch_in_bf16_is_within_its_rounding(kind: str, calls: str) -> None:
     result = batch.run(make(kind, MIXED, calls))
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, batch.expected(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("calls", ["one", "two"])
+def test_a_torch_that_reads_no_pages_is_given_copies(calls: str, grouped: bool) -> None:
+    kernel = TorchKernel(contracts.unpaged_varlen_attn, paged=False, grouped=grouped)
+
+    @settings(max_examples=25, deadline=None)
+    @given(cases("flash_attn_3"))
+    def check(case: Case) -> None:
+        batch = Batch(replace(case, soft_cap=None))
+        assert_as_reference(batch, batch.run(make("torch_flash", batch.case, calls, kernel=kernel)))
+
+    check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,7 +197,7 @@ def test_a_wrong_call_shows(fault: str) -> None:
     assert_as_reference(batch, batch.run(make("torch_flash", case)))
     batch = Batch(case)
     with pytest.raises((AssertionError, IndexError)):
-        assert_as_reference(batch, batch.run(make("torch_flash", case, varlen_attn=broken(fault))))
+        assert_as_reference(batch, batch.run(make("torch_flash", case, kernel=TorchKernel(broken(fault)))))
 
 
 def test_a_dtype_that_the_kernels_refuse_is_refused_by_the_stand_ins() -> None:

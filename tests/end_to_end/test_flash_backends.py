@@ -20,10 +20,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from attention import torch_flash
 
-    capabilities = replace(torch_flash._capabilities(), dtypes=(torch.float32,))
+    kernel = torch_flash.TorchKernel(contracts.varlen_attn)
+    capabilities = replace(torch_flash._capabilities(kernel), dtypes=(torch.float32,))
     monkeypatch.setattr(torch_flash, "unusable_device", lambda device: None)
-    monkeypatch.setattr(torch_flash, "_find", lambda: contracts.varlen_attn)
-    monkeypatch.setattr(torch_flash, "_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch_flash, "find_kernel", lambda: kernel)
+    monkeypatch.setattr(torch_flash, "_capabilities", lambda kernel: capabilities)
 
 
 @pytest.mark.parametrize(("calls", "captured"), [("one", False), ("two", False), ("auto", True)])

@@ -10,7 +10,7 @@ import torch
 
 from attention.capabilities import Capabilities
 from attention.flash import FlashAttnBackend, Kernels
-from attention.torch_flash import TorchFlashBackend
+from attention.torch_flash import TorchFlashBackend, TorchKernel
 from parallel.group import TensorParallelGroup
 from scheduler.plan import Admission, Chunk, StepPlan, block_weight, row_weight, rows_checksum
 from tests.attention import contracts
@@ -58,7 +58,7 @@ def make_runner(folder: Path, kind: str, maker: Recorder | None) -> ModelRunner:
     runner = ModelRunner(read_architecture(folder), spec(folder), TensorParallelGroup(), CPU, maker)
     layout, scale = runner.backend.layout, runner.backend.scale
     if kind == "torch_flash":
-        runner.backend = TorchFlashBackend(layout, scale, varlen_attn=contracts.varlen_attn)
+        runner.backend = TorchFlashBackend(layout, scale, kernel=TorchKernel(contracts.varlen_attn))
     else:
         runner.backend = FlashAttnBackend(layout, scale, kernels=FLASH_2 if kind == "flash_attn_2" else FLASH_3)
     runner.graph_sizes = replace(runner.graph_sizes, kinds=runner.backend.capabilities.graphs)
