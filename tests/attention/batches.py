@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -72,41 +73,50 @@ class Batch:
         tokens = len(self.slots)
         self.query = torch.randn(tokens, case.kv_heads * case.group, case.head_dim, generator=generator).to(dtype)
 
+    def _int32(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.slots.device)
+
     def _padded(self, tables: list[list[int]]) -> torch.Tensor:
         width = max(map(len, tables)) + 1
-        return torch.tensor([table + [self.case.filler] * (width - len(table)) for table in tables], dtype=torch.int32)
+        return self._int32([table + [self.case.filler] * (width - len(table)) for table in tables])
 
     def metadata(self) -> AttentionMetadata:
         case, split = self.case, len(self.case.chunks)
         prefill = decode = None
         if case.chunks:
             query_lens, seq_lens = (list(x) for x in zip(*case.chunks, strict=True))
-            starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-            contexts = torch.tensor(seq_lens).int()
+            starts, contexts = self._int32([0, *accumulate(query_lens)]), self._int32(seq_lens)
             prefill = PrefillMetadata(starts, contexts, self._padded(self.tables[:split]), query_lens, seq_lens)
         if case.decodes:
-            contexts = torch.tensor(case.decodes).int()
+            contexts = self._int32(list(case.decodes))
             decode = DecodeMetadata(contexts, self._padded(self.tables[split:]), max(case.decodes))
         return AttentionMetadata(self.slots, case.block_size, prefill, decode)
 
     def ragged_metadata(self, padding_rows: int, padding_tokens: int) -> AttentionMetadata:
         """The same rows as a captured graph sees them, padded; the slots of the padding are the caller's to fill."""
         query_lens = [query for query, _ in self.lengths]
-        starts = torch.tensor([0, *query_lens, *[0] * padding_rows]).cumsum(0).int()
-        contexts = torch.tensor([total for _, total in self.lengths] + [0] * padding_rows).int()
+        starts = self._int32([0, *accumulate([*query_lens, *[0] * padding_rows])])
+        contexts = self._int32([total for _, total in self.lengths] + [0] * padding_rows)
         tables = self._padded([*self.tables, *[[]] * padding_rows])
         tokens = len(self.slots) + padding_tokens
         reach = tables.shape[1] * self.case.block_size
         ragged = RaggedMetadata(starts, contexts, tables, tokens, tokens, reach)
         return AttentionMetadata(torch.zeros(tokens, dtype=torch.int64), self.case.block_size, ragged=ragged)
 
-    def run(self, backend: Backend, metadata: AttentionMetadata | None = None) -> torch.Tensor:
+    def to(self, device: torch.device) -> Batch:
+        """Moves it, cache and all; returns itself."""
+        self.cache = tuple(pages.to(device) for pages in self.cache)
+        for name in ("slots", "new_keys", "new_values", "query"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
+
+    def run(self, backend: Backend) -> torch.Tensor:
         """Writes the step's keys and values, then attends."""
-        metadata = metadata or self.metadata()
+        metadata = self.metadata()
         backend.write(self.new_keys, self.new_values, self.cache, metadata.slot_mapping)
         return backend.attend(self.query, self.cache, metadata, self.case.window)
 
     def expected(self) -> torch.Tensor:
         """By `reference`, for which garbage past a context is replaced by block 0."""
-        clean = Batch(replace(self.case, filler=0), self.query.dtype)
+        clean = Batch(replace(self.case, filler=0), self.query.dtype).to(self.query.device)
         return clean.run(ReferenceBackend(self.case.layout, self.case.scale))
