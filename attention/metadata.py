@@ -99,10 +99,40 @@ class DecodeMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class RaggedMetadata:
+    """Rows of both kinds as one ragged batch whose lengths only the device knows, as a captured graph needs it.
+
+    query_start_loc: [R + 1] int32; a row may have no query tokens, and those past the last row's end are padding.
+    context_lens: [R] int32. block_table: [R, blocks] int32.
+    num_tokens: query tokens, padding included. max_query_len, max_seq_len: what no row ever exceeds.
+    """
+
+    query_start_loc: torch.Tensor
+    context_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        _require(self.context_lens.dim() == 1, f"context_lens must be [rows], got {tuple(self.context_lens.shape)}")
+        count = self.context_lens.shape[0]
+        _require(
+            count > 0
+            and self.query_start_loc.shape == (count + 1,)
+            and self.block_table.dim() == 2
+            and self.block_table.shape[0] == count,
+            f"{count} rows, but query_start_loc {tuple(self.query_start_loc.shape)}, "
+            f"block_table {tuple(self.block_table.shape)}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """One step's batch.
 
     slot_mapping: [tokens] int64, where each token's key and value go: block * block_size + offset.
+    ragged: stands in place of prefill and decode when a graph is captured, for backends that allow it.
 
     Raises MetadataError when the parts do not add up, naming the numbers.
     """
@@ -111,8 +141,12 @@ class AttentionMetadata:
     block_size: int
     prefill: PrefillMetadata | None = None
     decode: DecodeMetadata | None = None
+    ragged: RaggedMetadata | None = None
 
     def __post_init__(self) -> None:
+        if self.ragged is not None:
+            self._check_ragged(self.ragged)
+            return
         total = self.num_prefill_tokens + self.num_decode_tokens
         _require(total > 0, "a batch needs at least one token")
         _require(
@@ -122,12 +156,23 @@ class AttentionMetadata:
         )
         for part in (self.prefill, self.decode):
             if part is not None:
-                reach = part.block_table.shape[1] * self.block_size
-                _require(
-                    part.max_seq_len <= reach,
-                    f"a context of {part.max_seq_len} tokens does not fit a block table of "
-                    f"{part.block_table.shape[1]} blocks of {self.block_size}",
-                )
+                self._check_reach(part)
+
+    def _check_ragged(self, part: RaggedMetadata) -> None:
+        _require(self.prefill is None and self.decode is None, "a ragged batch has no other parts")
+        _require(
+            self.slot_mapping.shape == (part.num_tokens,),
+            f"{part.num_tokens} tokens, but slot_mapping {tuple(self.slot_mapping.shape)}",
+        )
+        self._check_reach(part)
+
+    def _check_reach(self, part: PrefillMetadata | DecodeMetadata | RaggedMetadata) -> None:
+        reach = part.block_table.shape[1] * self.block_size
+        _require(
+            part.max_seq_len <= reach,
+            f"a context of {part.max_seq_len} tokens does not fit a block table of "
+            f"{part.block_table.shape[1]} blocks of {self.block_size}",
+        )
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.backend import HeadLayout
+from attention.capabilities import Capabilities, HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 
 QUERY_TILE = 256  # query tokens whose scores are held at once, which bounds the memory of a long chunk
@@ -18,6 +18,12 @@ class ReferenceBackend:
     def __init__(self, layout: HeadLayout, scale: float) -> None:
         self.layout = layout
         self.scale = scale
+        self.capabilities = self.on(torch.device("cpu"))
+
+    @classmethod
+    def on(cls, device: torch.device) -> Capabilities:
+        # A captured step would always gather the longest context there may be, so it is better not captured.
+        return Capabilities(soft_cap=True, alibi=True)
 
     def write(
         self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
@@ -54,8 +60,8 @@ class ReferenceBackend:
             positions = torch.arange(seq_len - query_len, seq_len, device=query.device).unsqueeze(0)
             for first in range(0, query_len, QUERY_TILE):
                 tile = slice(start + first, start + min(first + QUERY_TILE, query_len))
-                visible = _visible(positions[:, first : first + QUERY_TILE], seq_len, window)
-                out[tile] = self._softmax_attention(query[tile].unsqueeze(0), keys, values, visible)[0]
+                distance = _distance(positions[:, first : first + QUERY_TILE], seq_len)
+                out[tile] = self._softmax_attention(query[tile].unsqueeze(0), keys, values, distance, window)[0]
             start += query_len
 
     def _decode(
@@ -68,13 +74,19 @@ class ReferenceBackend:
     ) -> None:
         keys, values = (_gather(pages, part.block_table, part.max_seq_len) for pages in cache)
         positions = (part.context_lens - 1).unsqueeze(1)
-        visible = _visible(positions, part.max_seq_len, window)
-        out.copy_(self._softmax_attention(query.unsqueeze(1), keys, values, visible)[:, 0])
+        distance = _distance(positions, part.max_seq_len)
+        out.copy_(self._softmax_attention(query.unsqueeze(1), keys, values, distance, window)[:, 0])
 
     def _softmax_attention(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        distance: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
-        """query [B, Q, heads, D], keys and values [B, K, kv_heads, D], visible [B, Q, K] -> [B, Q, heads, D]."""
+        """query [B, Q, heads, D], keys and values [B, K, kv_heads, D], distance [B, Q, K] -> [B, Q, heads, D]."""
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         batch, query_len, _, head_dim = query.shape
         kv_heads, group = self.layout.num_kv_heads, self.layout.group_size
         # Query heads of a group stand side by side as rows of one product with their key/value head.
@@ -82,6 +94,11 @@ class ReferenceBackend:
         q = q.reshape(batch, kv_heads, group * query_len, head_dim)
         k, v = (x.float().transpose(1, 2) for x in (keys, values))
         scores = (q @ k.transpose(2, 3)).mul_(self.scale).view(batch, kv_heads, group, query_len, -1)
+        if self.layout.soft_cap is not None:
+            scores.div_(self.layout.soft_cap).tanh_().mul_(self.layout.soft_cap)
+        if self.layout.alibi_slopes is not None:
+            slopes = scores.new_tensor(self.layout.alibi_slopes).view(kv_heads, group, 1, 1)
+            scores -= slopes * distance[:, None, None]
         scores.masked_fill_(~visible[:, None, None], float("-inf"))
         weights = scores.softmax(dim=-1).view(batch, kv_heads, group * query_len, -1)
         # Unwritten cache memory may hold NaN, and 0 * NaN is NaN: keys that no query sees must not reach the product.
@@ -96,9 +113,6 @@ def _gather(pages: torch.Tensor, block_table: torch.Tensor, length: int) -> torc
     return pages[block_table[:, :needed].long()].flatten(1, 2)[:, :length]
 
 
-def _visible(positions: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
-    """positions [B, Q] of the queries -> [B, Q, length]: which keys each of them sees, in absolute positions."""
-    keys = torch.arange(length, device=positions.device)
-    distance = positions.unsqueeze(-1) - keys
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+def _distance(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """positions [B, Q] of the queries -> [B, Q, length]: how far back each key lies, in absolute positions."""
+    return positions.unsqueeze(-1) - torch.arange(length, device=positions.device)

@@ -9,6 +9,7 @@ from workers.spec import DTYPES
 
 EXECUTORS = ("auto", "inline", "ray")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_CALLS = ("auto", "one", "two")
 MAX_ASYNC_DEPTH = 2
 DEFAULT_BUDGETS = {"cpu": 512, "cuda": 2048}
 MOST_TUNED_TOKENS = {"cpu": 2048, "cuda": 8192}  # with a target TBT the budget is solved, and this only bounds it
@@ -38,8 +39,10 @@ class EngineConfig:
     long_prefill_token_threshold: tokens of one prompt in a step while others could use the rest; 0 for any number.
     prefix_caching: keep computed blocks and share them among requests with equal beginnings.
     max_model_len: prompt plus output tokens of a request; None means what the model was made for.
-    block_size: tokens per KV block.
+    block_size: tokens per KV block; None lets the attention backend choose.
     attention_backend: a backend's name, or `auto`.
+    attention_calls: `one` call for a step's prefill and decode rows together, `two` for each apart, or `auto`.
+    enforce_eager: launch every step anew instead of replaying captured CUDA graphs.
     async_depth: steps in flight at once; 0 or 1 waits for each step's tokens before the next is planned.
     kv_cache_gib: memory for each rank's KV cache in GiB; None means 2 on CPU and what is left on a GPU.
     num_kv_blocks: exact number of KV blocks instead.
@@ -67,8 +70,10 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     prefix_caching: bool = True
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     attention_backend: str = "auto"
+    attention_calls: str = "auto"
+    enforce_eager: bool = False
     async_depth: int = 2
     kv_cache_gib: float | None = None
     num_kv_blocks: int | None = None
@@ -87,6 +92,7 @@ class EngineConfig:
             ("device", DEVICES),
             ("dtype", ("auto", *DTYPES)),
             ("policy", POLICIES),
+            ("attention_calls", ATTENTION_CALLS),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -112,7 +118,7 @@ class EngineConfig:
             self._check_positive(name, high)
         if self.trace_steps is not None and not isinstance(self.trace_steps, str):
             raise ConfigError(f"trace_steps must be a path, got {self.trace_steps!r}")
-        for name in ("chunked_prefill", "prefix_caching"):
+        for name in ("chunked_prefill", "prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.target_tbt_ms is not None and not self.chunked_prefill:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from driver.config import DEVICES, EXECUTORS, MAX_ASYNC_DEPTH, EngineConfig
+from driver.config import ATTENTION_CALLS, DEVICES, EXECUTORS, MAX_ASYNC_DEPTH, EngineConfig
 from scheduler.limits import POLICIES
 from workers.spec import DTYPES
 
@@ -43,7 +43,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="share of each GPU's memory to use, (0, 1]",
     )
-    group.add_argument("--attention-backend", default="auto", metavar="NAME", help="auto or reference")
+    group.add_argument(
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="auto, flash_attn or torch_flash (both cuda), or reference",
+    )
+    group.add_argument(
+        "--attention-calls",
+        choices=ATTENTION_CALLS,
+        default="auto",
+        help="prefill and decode rows of a step in one call of the attention backend or in two",
+    )
+    group.add_argument(
+        "--enforce-eager", action="store_true", help="launch every step anew instead of replaying captured CUDA graphs"
+    )
     group.add_argument("--trace-steps", metavar="FILE", help="write a record of every step, as JSON lines")
     group.add_argument(
         "--ray-address",
@@ -112,7 +126,10 @@ def add_scheduling_options(group: argparse._ArgumentGroup) -> None:
         help="prompt plus output tokens of a request; not given: the model's own limit",
     )
     group.add_argument(
-        "--block-size", type=int, default=defaults["block_size"].default, metavar="N", help="tokens per KV block"
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="tokens per KV block; not given: the attention backend's choice (256 for FlashAttention 2, 16 on cpu)",
     )
     group.add_argument(
         "--async-depth",

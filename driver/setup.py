@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from driver.config import ConfigError, EngineConfig
@@ -99,6 +99,7 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
         limits = config.limits(executor.device, model.max_model_len)
         with phases.phase("weights and cache"):
             ready = executor.start(worker_specs(config, model, limits, executor), phases.on_share)
+        config = replace(config, block_size=ready[0].block_size)
         _report(model, ready, config.block_size)
         if config.target_tbt_ms is None:
             engine = make_engine(config, executor, limits, ready[0].num_blocks)
@@ -158,6 +159,8 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             device=executor.device,
             dtype=model.dtype,
             attention_backend=config.attention_backend,
+            attention_calls=config.attention_calls,
+            enforce_eager=config.enforce_eager,
             block_size=config.block_size,
             num_rows=limits.num_rows,
             max_model_len=model.max_model_len,

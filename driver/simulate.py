@@ -28,6 +28,7 @@ from scheduler.simulate import Arrival, Outcome, Simulation, profiled
 logger = logging.getLogger("quadriga.simulate")
 
 PERCENTILES = (50, 90, 99)
+DEFAULT_BLOCK = 16
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +98,7 @@ class Planned:
 
     def __init__(self, config: EngineConfig, hardware: str, efficiency: Efficiency | None = None) -> None:
         self.config = config
+        self.block_size = config.block_size or DEFAULT_BLOCK
         device = find_accelerator(hardware)
         self.model: Model = read_model(config)
         self.limits: Limits = config.limits("cuda", self.model.max_model_len)
@@ -104,7 +106,7 @@ class Planned:
             device, self.model.arch, config.tensor_parallel_size, self.model.dtype, efficiency or Efficiency()
         )
         self.num_blocks = self.roofline.num_blocks(
-            self.limits, config.block_size, self.model.max_model_len, config.gpu_memory_utilization
+            self.limits, self.block_size, self.model.max_model_len, config.gpu_memory_utilization
         )
 
     def run(
@@ -117,7 +119,7 @@ class Planned:
             None if target is None else target / 1000,
             None if target is None else profiled(step_seconds),
         )
-        pool = BlockPool(self.num_blocks, self.config.block_size)
+        pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(self.limits, pool, prefix_caching=False, budget=budget)
         simulation = Simulation(scheduler, step_seconds, self.config.async_depth, driver_seconds)
         longest = self.model.max_model_len
@@ -202,7 +204,7 @@ def summarise(planned: Planned, simulation: Simulation) -> dict[str, Any]:
         "dtype": planned.model.dtype,
         "weight_bytes": roofline.weight_bytes,
         "kv_blocks": planned.num_blocks,
-        "block_size": planned.config.block_size,
+        "block_size": planned.block_size,
         "limits": dataclasses.asdict(planned.limits),
         "target_tbt_ms": planned.config.target_tbt_ms,
         "requests": len(served),

@@ -94,9 +94,11 @@ def join_group(
 ) -> TensorParallelGroup:
     """Joins the group: NCCL for CUDA tensors, Gloo on CPU, both on the interface that has `node_ip`.
 
-    Raises GroupError when the ranks do not meet in time.
+    Raises GroupError when the ranks do not meet in time, or when two of them sit on one GPU.
     """
     name = interface_of(node_ip)
+    if device.type == "cuda":
+        refuse_shared_gpus(store, rank, size, gpu_of(device, node_ip), timeout_seconds)
     # A user's own choice of interface stands; otherwise a host name that resolves elsewhere would decide.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if node_ip != "127.0.0.1":
@@ -117,8 +119,54 @@ def join_group(
         if group.smallest(int(shared is not None), device):
             group = TensorParallelGroup(rank, size, dist.group.WORLD, shared)
     except (RuntimeError, ValueError) as error:
-        raise GroupError(f"rank {rank} of {size} could not join its {backend} group over {name}: {error}") from error
+        advice = nccl_advice(name) if backend == "nccl" else ""
+        raise GroupError(
+            f"rank {rank} of {size} could not join its {backend} group over {name}: {error}{advice}"
+        ) from error
     return group
+
+
+def gpu_of(device: torch.device, node_ip: str) -> str:
+    """A name of this GPU that no other GPU of the cluster has."""
+    properties = torch.cuda.get_device_properties(device)
+    # An index would not do: every worker sees its own GPU as the first. Without a UUID nothing can be told.
+    return f"{node_ip} {properties.name} {getattr(properties, 'uuid', f'of process {os.getpid()}')}"
+
+
+def refuse_shared_gpus(store: dist.Store, rank: int, size: int, gpu: str, timeout_seconds: float) -> None:
+    """Every rank tells the others its GPU. Raises GroupError when two have the same, where NCCL would hang or fail."""
+    store.set(f"gpu/{rank}", gpu)
+    keys = [f"gpu/{other}" for other in range(size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        raise GroupError(f"rank {rank} of {size} waited {timeout_seconds:g} s for the others' GPUs: {error}") from error
+    places: dict[str, list[int]] = {}
+    for other, key in enumerate(keys):
+        places.setdefault(store.get(key).decode(), []).append(other)
+    shared = {name: ranks for name, ranks in places.items() if len(ranks) > 1}
+    if shared:
+        found = "; ".join(f"ranks {', '.join(map(str, ranks))} on {name}" for name, ranks in shared.items())
+        raise GroupError(
+            f"NCCL needs a GPU of its own for every rank, but there are {found}. Use a tensor-parallel size of at most "
+            "the number of GPUs, and let the cluster give each worker its own (CUDA_VISIBLE_DEVICES unset for Ray)"
+        )
+
+
+def nccl_advice(interface: str) -> str:
+    """What to try when ranks cannot be connected, for the end of the message."""
+    missing_peers = [
+        f"{a} and {b}"
+        for a in range(torch.cuda.device_count())
+        for b in range(a)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    peers = f" GPUs {', '.join(missing_peers)} have no peer access: NCCL_P2P_DISABLE=1." if missing_peers else ""
+    return (
+        f".{peers} If {interface} does not reach the other nodes, set NCCL_SOCKET_IFNAME (now "
+        f"{os.environ.get('NCCL_SOCKET_IFNAME', 'unset')}) and GLOO_SOCKET_IFNAME to the interface that does, on every "
+        "node; NCCL_DEBUG=INFO says what NCCL tried"
+    )
 
 
 def interface_of(ip: str) -> str:

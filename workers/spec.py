@@ -13,6 +13,7 @@ class WorkerSpec:
 
     model: what the user named; each node resolves it to a folder of its own.
     device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
+    block_size: tokens per KV block, or None for what the attention backend likes best.
     kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
     max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
@@ -26,7 +27,7 @@ class WorkerSpec:
     device: str
     dtype: str
     attention_backend: str
-    block_size: int
+    block_size: int | None
     num_rows: int
     max_model_len: int
     max_num_batched_tokens: int
@@ -35,18 +36,22 @@ class WorkerSpec:
     gpu_memory_utilization: float
     start_timeout_seconds: float
     step_timeout_seconds: float
+    attention_calls: str = "auto"
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
     """What a worker says once it can take plans.
 
-    num_blocks: KV blocks on every rank (the smallest rank decides). Sizes are in bytes, times in seconds.
+    num_blocks: KV blocks on every rank (the smallest rank decides), each of block_size tokens.
+    Sizes are in bytes, times in seconds.
     backend, transport: what computes attention, and what carries the collectives.
     """
 
     rank: int
     num_blocks: int
+    block_size: int
     weight_bytes: int
     cache_bytes: int
     backend: str

@@ -35,6 +35,10 @@ class CacheTooSmall(ValueError):
     """The device has no room for even one KV block."""
 
 
+class BlocksDiffer(ValueError):
+    """The ranks' attention backends chose blocks of different sizes."""
+
+
 class PlanSource(Protocol):
     """The worker's end of a channel."""
 
@@ -64,7 +68,7 @@ class Worker:
 
         ranks_here: ranks on this node; they share its CPU cores. on_share: told how much of the weights is loaded.
 
-        Raises UnsupportedModel, CheckpointError or GroupError.
+        Raises UnsupportedModel, BackendError, BlocksDiffer, CheckpointError or GroupError.
         """
         began = time.perf_counter()
         spec = self.spec
@@ -73,12 +77,14 @@ class Worker:
             self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
         folder = resolve_model(spec.model)
         self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
+        self._agree_on_blocks()
         weight_bytes = self.runner.load(folder, on_share)
         num_blocks = self.group.smallest(self._affordable_blocks(), self.device)
         cache_bytes = self.runner.make_cache(num_blocks)
         return WorkerReady(
             rank=spec.rank,
             num_blocks=num_blocks,
+            block_size=self.runner.rows.block_size,
             weight_bytes=weight_bytes,
             cache_bytes=cache_bytes,
             backend=self.runner.backend.name,
@@ -126,30 +132,44 @@ class Worker:
             result = StepResult(plan.epoch, plan.step, tokens, time.perf_counter() - step.started)
             channel.send(b"result", encode_result(result))
 
+    def _agree_on_blocks(self) -> None:
+        size = self.runner.rows.block_size
+        smallest, largest = (self.group.smallest(size, self.device), -self.group.smallest(-size, self.device))
+        if smallest != largest:
+            raise BlocksDiffer(
+                f"rank {self.spec.rank}: attention backend {self.runner.backend.name} takes blocks of {size} tokens, "
+                f"but the ranks' range from {smallest} to {largest}; install the same on all nodes, or name one "
+                "attention_backend or block_size for all"
+            )
+
     def _affordable_blocks(self) -> int:
         """How many KV blocks this rank can hold, no more than all rows at full length would fill."""
-        spec, per_block = self.spec, self.runner.cache_shape.bytes_per_block
+        spec, shape = self.spec, self.runner.cache_shape
+        per_block = shape.bytes_per_block
         if spec.num_kv_blocks is not None:
             return spec.num_kv_blocks
         budget = spec.kv_cache_bytes
         if budget is None:
             budget = self._free_gpu_bytes() if spec.device == "cuda" else DEFAULT_CPU_CACHE_BYTES
-        most = spec.num_rows * -(-spec.max_model_len // spec.block_size)
+        most = spec.num_rows * -(-spec.max_model_len // shape.block_size)
         blocks = min(budget // per_block, most)
         if blocks < 1:
             raise CacheTooSmall(
-                f"rank {spec.rank}: {budget} bytes are left for the KV cache, one block of {spec.block_size} tokens "
+                f"rank {spec.rank}: {budget} bytes are left for the KV cache, one block of {shape.block_size} tokens "
                 f"needs {per_block}; give it more memory or use a larger tensor-parallel size"
             )
         return blocks
 
     def _free_gpu_bytes(self) -> int:
         torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
         self.runner.profile(self.spec.max_num_batched_tokens, self.spec.num_rows)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
+        # Captured steps have memory of their own, as much as the largest of them takes.
+        graphs = (peak - before) * self.runner.captured_tokens // self.spec.max_num_batched_tokens
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         # What other processes and the CUDA context hold is gone from `free` and counts against the share.
         others = total - free - torch.cuda.memory_reserved(self.device)
-        return int(total * self.spec.gpu_memory_utilization) - others - peak
+        return int(total * self.spec.gpu_memory_utilization) - others - peak - graphs

@@ -62,7 +62,6 @@ def test_module_and_script_offer_the_same(tmp_path: Path) -> None:
     fields = EngineConfig.__dataclass_fields__
     for option, name in (
         ("--max-num-seqs N", "max_num_seqs"),
-        ("--block-size N", "block_size"),
         ("--gpu-memory-utilization F", "gpu_memory_utilization"),
         ("--async-depth N", "async_depth"),
         ("--start-timeout S", "start_timeout_seconds"),

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 import parallel.group
-from parallel.group import GroupError, TensorParallelGroup, interface_of, join_group
+from parallel.group import (
+    GroupError,
+    TensorParallelGroup,
+    interface_of,
+    join_group,
+    nccl_advice,
+    open_store,
+    refuse_shared_gpus,
+)
 from tests.ranks import run_processes
 
 CPU = torch.device("cpu")
@@ -102,3 +110,34 @@ def test_every_address_of_this_machine_has_its_interface() -> None:
 def test_an_unknown_address_is_refused_with_those_there_are() -> None:
     with pytest.raises(GroupError, match=r"has address 203\.0\.113\.9; this node has .*lo 127\.0\.0\.1"):
         interface_of("203.0.113.9")
+
+
+def _tell_gpus(store: dist.Store, rank: int, size: int) -> str:
+    try:
+        refuse_shared_gpus(dist.PrefixStore("own", store), rank, size, f"10.0.0.1 GPU {rank}", 20.0)
+        refuse_shared_gpus(dist.PrefixStore("same", store), rank, size, "10.0.0.1 GPU A", 20.0)
+    except GroupError as error:
+        return str(error)
+    return "joined"
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_all_before_nccl_hangs() -> None:
+    for message in run_processes(2, _tell_gpus):
+        assert message.startswith(
+            "NCCL needs a GPU of its own for every rank, but there are ranks 0, 1 on 10.0.0.1 GPU A"
+        )
+
+
+def test_a_rank_whose_peer_never_tells_its_gpu_says_so() -> None:
+    store, _ = open_store("127.0.0.1", 2, 10.0)
+    with pytest.raises(GroupError, match=r"rank 0 of 2 waited 0\.2 s for the others' GPUs"):
+        refuse_shared_gpus(store, 0, 2, "10.0.0.1 GPU A", 0.2)
+
+
+def test_advice_for_nccl_names_the_interface_and_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    advice = nccl_advice("eth0")
+    for part in ("GPUs 1 and 0 have no peer access", "NCCL_P2P_DISABLE=1", "If eth0 does not reach", "(now eth7)"):
+        assert part in advice

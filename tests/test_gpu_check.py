@@ -1,0 +1,49 @@
+"""The GPU check in its reduced form, so that it never rots where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("backends", "tokens", "graphs", "shards", "timings")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    out = tmp_path_factory.mktemp("gpu-check")
+    environment = {"PATH": "/usr/bin:/bin", "OUT": str(out), "PYTHON": sys.executable, "HOME": str(out)}
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--cpu"]
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=120)
+    return done, out
+
+
+def test_every_part_passes_on_cpu(run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, out = run
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((out / "gpu_check.json").read_text())
+    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(PARTS, "passed")
+    assert report["machine"]["device"] == "cpu"
+    parts = report["parts"]
+    assert parts["backends"]["tested"] == ["flash_attn", "torch_flash"]
+    assert parts["graphs"]["backends"]["reference"]["replays"]
+    assert [row["name"] for row in parts["timings"]["decode"]] == ["1 rows launched", "4 rows launched"]
+    assert all(row["measured"] > 0 for kind in ("decode", "prefill") for row in parts["timings"][kind])
+    assert (out / "gpu_check_decode.png").is_file()
+
+
+def test_without_a_gpu_the_full_form_says_so_and_passes_nothing(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--out", str(tmp_path / "out")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "torch sees no CUDA device; --cpu runs the reduced form" in done.stderr
+    assert not (tmp_path / "out").exists()
