@@ -34,6 +34,11 @@ class Stream:
         self._request_id, self._updates, self._abort = request_id, updates, abort
         self._ended = False
 
+    @property
+    def request_id(self) -> str:
+        """For LLM.abort."""
+        return self._request_id
+
     def __iter__(self) -> Stream:
         return self
 
