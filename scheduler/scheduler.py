@@ -212,7 +212,8 @@ class Scheduler:
         limit = draft.budget.chunk_limit(request.scheduled)
         if limit <= 0:
             return
-        most = min(limit, self.limits.long_prefill_token_threshold or limit)
+        threshold = self.limits.long_prefill_token_threshold if self.limits.chunked_prefill else 0
+        most = min(limit, threshold or limit)
         length = self._affordable(request, most)
         if length <= 0:
             if not self._grow(draft, request, request.scheduled + 1):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.blocks import BlockPool
+from scheduler.budget import TokenBudget
 from scheduler.frame import StepResult, decode_plan, encode_plan
 from scheduler.limits import Limits
 from scheduler.params import SamplingParams
@@ -104,11 +105,13 @@ class SimulatedEngine:
         block_size: int = 4,
         depth: int = 0,
         prefix_caching: bool = True,
+        token_budget: TokenBudget | None = None,
         **limits: Any,
     ) -> None:
         limits = Limits(budget, max_num_seqs, **limits)
         self.depth = depth
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks, block_size), prefix_caching=prefix_caching)
+        pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(limits, pool, prefix_caching=prefix_caching, budget=token_budget)
         self.rank = SimulatedRank(limits, num_blocks, block_size, num_blocks)
         self.frames: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # blocks that each step in flight reads or writes
@@ -149,12 +152,15 @@ class SimulatedEngine:
             self.check(plan)
         return plan
 
-    def result(self) -> None:
-        """Carries out the oldest step in flight and takes its result in."""
+    def result(self, slower: float = 1.0) -> None:
+        """Carries out the oldest step in flight and takes its result in. slower: times what the model predicted."""
         if self.frames:
             plan = decode_plan(self.frames.popleft())
             tokens = self.rank.run(plan)
             self.touched.popleft()
+            entry = self.scheduler.in_flight[0]
+            if entry.predicted:
+                self.scheduler.budget.observe(entry.work, entry.predicted, entry.predicted * slower)
             self.scheduler.update(StepResult(plan.epoch, plan.step, tokens, 0.0), 0)
             self.scheduler.check()
 
