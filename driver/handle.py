@@ -241,7 +241,7 @@ def _ask(prompt: Any, params: SamplingParams | None) -> Ask:
 
 def _sendable(prompt: Any) -> Any:
     """Token ids as a list of plain numbers, whatever kind they are of; the service judges everything else."""
-    if isinstance(prompt, str | BYTES) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, (str, *BYTES)) or not isinstance(prompt, Sequence):
         return prompt
     return [int(item) if isinstance(item, Integral) and not isinstance(item, bool) else item for item in prompt]
 

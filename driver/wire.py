@@ -93,7 +93,10 @@ def read_ask(body: Any) -> Ask:
         raise InvalidRequest(f"params must be a mapping with names as keys, got {type(params).__name__}")
     if not isinstance(produced, list) or type(seen) is not int or seen < 0:
         raise InvalidRequest("produced must be a list of token ids and seen a number of characters")
-    return Ask(body.get("prompt"), SamplingParams.from_mapping(params), produced, seen)
+    ask = Ask(body.get("prompt"), SamplingParams.from_mapping(params), produced, seen)
+    if ask.is_chat and not all(isinstance(message, dict) for message in ask.prompt):
+        raise InvalidRequest("the messages of a conversation must all be mappings")
+    return ask
 
 
 def encode(kind: str, *items: Any) -> bytes:
