@@ -118,7 +118,7 @@ class RawHandle:
         tokens, text = [], ""
         while True:
             kind, items = self.hear()
-            assert kind != "refused", items
+            assert kind != "refused" or items[0] != number, items
             for update in items[0] if kind == "updates" else ():
                 if update[0] == number:
                     text, tokens = text + update[1], tokens + update[2]
