@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from driver.cluster import join, running_clusters
 from driver.config import ConfigError
 from driver.errors import is_input_fault
 from driver.wire import SILENCE_SECONDS, ServiceUnavailable
@@ -148,8 +149,8 @@ class Locator:
         """address: of the Ray cluster, as in ray.init. actor: only this one, whoever has the name later."""
         self.name, self._actor = name, actor
         if not ray.is_initialized():
-            join_cluster(address)
-        if actor is None:
+            join_cluster_of(name, address)
+        elif actor is None:
             find_actor(name)
 
     def __call__(self) -> ChannelAddress:
@@ -167,12 +168,25 @@ class Locator:
         return address
 
 
-def join_cluster(address: str) -> None:
-    """Connects this process to a running Ray cluster. Raises ServiceUnavailable when there is none."""
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ServiceUnavailable(f"no Ray cluster at {address}: {error}") from error
+def join_cluster_of(name: str, address: str) -> None:
+    """Connects this process to the running Ray cluster that has a service. Raises ServiceUnavailable when none has.
+
+    address: `auto` looks at all on this machine, as `quadriga serve` may have started one for itself.
+    """
+    trouble: Exception = ServiceUnavailable(f"there is no Ray cluster, and so no service named {name!r}")
+    for candidate in running_clusters() if address == "auto" else [address]:
+        try:
+            join(candidate)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            trouble = ServiceUnavailable(f"no Ray cluster at {candidate}: {error}")
+            continue
+        try:
+            find_actor(name)
+            return
+        except ServiceUnavailable as error:
+            ray.shutdown()
+            trouble = error
+    raise trouble
 
 
 def find_actor(name: str) -> Any:
