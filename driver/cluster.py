@@ -10,13 +10,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from driver.config import ConfigError
 from workers.cores import available_cores
@@ -92,15 +92,19 @@ def _connect(address: str) -> _Connection:
         return _start_private()
     if address != "auto":
         try:
-            ray.init(address=address, **_quiet())
+            join(address)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot reach a Ray cluster at {address}: {error}") from error
     return _Connection(ours=True)
 
 
 def _join_running() -> bool:
+    # Another program's private Ray is none to join: it ends with that program.
+    address = next((address for address in running_clusters() if not _listens_on_loopback(address)), None)
     try:
-        ray.init(address="auto", **_quiet())
+        if address is None:
+            return False
+        join(address)
     except ConnectionError:
         return False
     logger.info("joined the running Ray cluster: %s", describe_nodes())
@@ -135,6 +139,28 @@ def _start_private() -> _Connection:
     return connection
 
 
+def running_clusters() -> list[str]:
+    """Addresses of the Ray clusters that `auto` may stand for, best first; private ones of other programs come last."""
+    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+    if named:
+        return [named]
+    newest = services.find_bootstrap_address(None)
+    found = services.find_gcs_addresses() or ({newest} if newest else set())
+    return sorted(found, key=lambda address: (_listens_on_loopback(address), address != newest, address))
+
+
+def join(address: str) -> None:
+    """Connects this process to a running cluster; raises what ray.init does."""
+    with _loopback_only() if _listens_on_loopback(address) else nullcontext():
+        ray.init(address=address, **_quiet())
+
+
+def _listens_on_loopback(address: str) -> bool:
+    """Whether the cluster is a private one. Others may be named by a loopback address and listen on another."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("127.0.0.1", "::1", "localhost") and address in services.find_gcs_addresses()
+
+
 @contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
     """Keeps the program's own handling of SIGTERM, which ray.init replaces."""
@@ -146,7 +172,7 @@ def _own_sigterm_handler() -> Iterator[None]:
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Makes a Ray that starts meanwhile listen on 127.0.0.1 alone.
+    """Makes a Ray that starts meanwhile listen on 127.0.0.1 alone, and lets one that does be joined.
 
     Ray does so on Windows and macOS; on Linux it replaces a loopback address that it is given by one that others can
     reach. The switch between the two is read from the environment when ray is imported, and from this constant after.

@@ -14,12 +14,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
 
 from driver.engine import Update
-from driver.intake import paired
+from driver.intake import BYTES, paired
 from driver.link import Call, Link
 from driver.results import Completion, Increment, Prompt
 from driver.wire import Ask, ServiceUnavailable
@@ -34,9 +35,10 @@ class ClientStream:
     """An iterator over the increments of one request. Closing it early, or dropping it, aborts the request."""
 
     def __init__(self, link: Link, ask: Ask, wait: bool) -> None:
-        self._link, self._ended = link, False
+        self._link, self._ended = link, True  # nothing to end, should there be no call
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._call = link.submit(ask, self._updates.put, wait)
+        self._ended = False
 
     @property
     def request_id(self) -> int:
@@ -234,7 +236,14 @@ def _ask(prompt: Any, params: SamplingParams | None) -> Ask:
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
-    return Ask(prompt if isinstance(prompt, str) else list(prompt), params)
+    return Ask(_sendable(prompt), params)
+
+
+def _sendable(prompt: Any) -> Any:
+    """Token ids as a list of plain numbers, whatever kind they are of; the service judges everything else."""
+    if isinstance(prompt, (str, *BYTES)) or not isinstance(prompt, Sequence):
+        return prompt
+    return [int(item) if isinstance(item, Integral) and not isinstance(item, bool) else item for item in prompt]
 
 
 def _conversation(messages: Any) -> list[dict[str, Any]]:

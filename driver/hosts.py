@@ -13,8 +13,11 @@ from driver.llm import LLM
 from driver.port import Port
 from driver.service import Service
 from driver.wire import ServiceUnavailable
+from parallel.channel import ChannelAddress
 
 logger = logging.getLogger("quadriga.serve")
+
+STATUS_SECONDS = 5.0
 
 
 class InlineHost:
@@ -32,12 +35,12 @@ class InlineHost:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        if self._port is not None and self._llm.failure is not None:
+        if self._status["state"] == "ready" and self._llm.failure is not None:
             self._status.update(state="failed", error=str(self._llm.failure), input_fault=False)
         return self._status
 
     def connect(self) -> Client:
-        return Client(lambda: self._port.address)
+        return Client(self._locate)
 
     def end(self, drain_seconds: float) -> int:
         return self._port.service.drain(drain_seconds)
@@ -47,6 +50,11 @@ class InlineHost:
         if self._port is not None:
             self._port.close()
         self._llm.close()
+
+    def _locate(self) -> ChannelAddress:
+        if self._port is None or self._status["state"] != "ready":
+            raise ServiceUnavailable(f"the service is {self._status['state']}")
+        return self._port.address
 
     def _bring_up(self) -> None:
         try:
@@ -82,7 +90,9 @@ class ActorHost:
         import ray
 
         try:
-            return ray.get(self._actor.status.remote(), timeout=30)
+            return ray.get(self._actor.status.remote(), timeout=STATUS_SECONDS)
+        except ray.exceptions.ActorDiedError as error:  # for good: it has been ended or replaced
+            return {"state": "failed", "error": str(error).splitlines()[0], "input_fault": False}
         except ray.exceptions.RayError as error:
             logger.warning("the driver does not answer: %s", str(error).splitlines()[0])
             return {"state": "starting", "phase": "driver", "share": None, "seconds": {}}
@@ -90,7 +100,8 @@ class ActorHost:
     def connect(self) -> Client:
         from driver.service_actor import Locator
 
-        return Client(Locator(self._settings.name), owner=True)
+        # Tied to this very actor: its successor under the name has an owner of its own.
+        return Client(Locator(self._settings.name, actor=self._actor), owner=True)
 
     def end(self, drain_seconds: float) -> int:
         from driver.service_actor import end_service

@@ -31,6 +31,7 @@ class HttpServer:
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
+            self._socket.listen(2048)  # bound alone, another process could take the port as well
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen on {host} port {port}: {error}") from error
         self.host, self.port = host, self._socket.getsockname()[1]
@@ -65,7 +66,7 @@ def make_app(client: Client, api_keys: Sequence[str] = ()) -> FastAPI:
 
     def check_key(request: Request) -> None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        known = [hmac.compare_digest(key.encode(), one.encode()) for one in api_keys]
+        known = [hmac.compare_digest(key.encode("latin-1"), one.encode()) for one in api_keys]
         if api_keys and not (scheme.lower() == "bearer" and any(known)):
             raise HTTPException(401, "a valid API key is needed", {"WWW-Authenticate": "Bearer"})
 

@@ -7,6 +7,7 @@ seed and position alone, so the stream goes on with the very next token.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import os
@@ -15,7 +16,6 @@ import random
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -27,6 +27,7 @@ from driver import wire
 from driver.engine import Update
 from driver.wire import Ask, ServiceUnavailable
 from parallel.channel import ChannelAddress, connect
+from scheduler.params import InvalidRequest
 
 logger = logging.getLogger("quadriga.link")
 
@@ -38,7 +39,7 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 2.0
 class Call:
     """A request of this handle. sink: gets its updates from the link's thread.
 
-    wait: ask again when the service is overloaded, rather than fail with Overloaded.
+    wait: ask again when the service is overloaded, rather than fail with Overloaded. aborted: not to be asked again.
     """
 
     number: int
@@ -46,11 +47,15 @@ class Call:
     sink: Callable[[Update], None]
     wait: bool = True
     prompt_token_ids: list[int] = field(default_factory=list)
+    aborted: bool = False
 
     def take(self, update: Update) -> None:
         self.ask.produced.extend(update.token_ids)
         self.ask = replace(self.ask, seen=self.ask.seen + len(update.text))
         self.sink(update)
+
+    def end_aborted(self) -> None:
+        self.take(Update(str(self.number), "", [], "abort", time.perf_counter()))
 
     def fail(self, error: Exception) -> None:
         self.sink(Update(str(self.number), "", [], "error", time.perf_counter(), error=error))
@@ -73,11 +78,12 @@ class Link:
         self._monitor: zmq.Socket | None = None  # tells of a lost connection before silence does
         self._numbers = itertools.count(1)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[Call] = deque()
+        self._waiting: list[tuple[int, Call]] = []  # a heap: who asked first is sent first
         self._active: dict[int, Call] = {}
         self._queries: dict[int, tuple[str, Future[dict[str, Any]]]] = {}
         self._welcomed = False
         self._heard_at = self._pinged_at = self._lost_at = time.monotonic()
+        self._trouble: Exception = ServiceUnavailable("the service has not answered yet")
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self.about: dict[str, Any] = {}
         self.reconnections = -1  # the first connection is none
@@ -85,6 +91,9 @@ class Link:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._closing = False
+        # Commands come in before the thread's last look or not at all. Reentrant, as a dropped stream that the
+        # garbage collector closes while this thread is inside puts in one more.
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="quadriga-link", daemon=True)
         self._thread.start()
 
@@ -95,7 +104,7 @@ class Link:
         if ask.params.seed is None:
             ask = replace(ask, params=replace(ask.params, seed=secrets.randbits(63)))
         call = Call(next(self._numbers), ask, sink, wait)
-        self._do(lambda: self._waiting.append(call))
+        self._do(lambda: self._queue(call))
         return call
 
     def abort(self, number: int) -> None:
@@ -113,38 +122,45 @@ class Link:
 
     def close(self) -> None:
         """Says goodbye; calls that are not finished fail. May be called twice."""
-        if not self._closing:
+        with self._lock:
             self._closing = True
             self._wake()
-            self._thread.join(timeout=10)
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+        self._thread.join(timeout=10)
 
     def _do(self, command: Callable[[], None]) -> None:
-        if self._closing:
-            raise ServiceUnavailable("this client is closed")
-        self._inbox.put(command)
-        self._wake()
+        with self._lock:
+            if self._closing:
+                raise ServiceUnavailable("this client is closed")
+            self._inbox.put(command)
+            self._wake()
 
     def _wake(self) -> None:
         try:
             os.write(self._wake_write, b"w")
-        except BlockingIOError:
-            return  # full of wake-ups
+        except OSError:
+            return  # full of wake-ups, or closed by the thread at its end
 
     # ---- the link's thread
 
     def _run(self) -> None:
-        while not self._closing:
-            if self._socket is None:
-                self._connect()
-            self._wait()
-            while not self._inbox.empty():
-                self._inbox.get()()
-            self._receive()
-            self._keep_alive()
-            self._send_waiting()
-        self._end()
+        reason = ServiceUnavailable("this client was closed")
+        try:
+            while not self._closing:
+                if self._socket is None:
+                    self._connect()
+                self._wait()
+                self._take_commands()
+                self._receive()
+                self._keep_alive()
+                self._send_waiting()
+        except Exception as error:  # a fault of ours; callers must not wait for ever because of it
+            logger.exception("the connection to the service has failed")
+            reason = ServiceUnavailable(f"this client has failed: {error!r}")
+        self._end(reason)
+
+    def _take_commands(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
 
     def _wait(self) -> None:
         poller = zmq.Poller()
@@ -159,8 +175,7 @@ class Link:
         try:
             address = self._locate()
         except ServiceUnavailable as error:
-            if time.monotonic() - self._lost_at > self._reconnect_seconds:
-                self._fail_all(error)
+            self._trouble = error
             return
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
@@ -183,9 +198,10 @@ class Link:
     def _lose(self, why: str) -> None:
         """Gives the connection up; `_connect` makes another."""
         logger.warning("the service is lost (%s); looking for it", why)
+        self._trouble = ServiceUnavailable(f"the service is lost: {why}")
         self._disconnect(linger=0)
-        self._welcomed = False
-        self._lost_at = time.monotonic()
+        if self._welcomed:
+            self._welcomed, self._lost_at = False, time.monotonic()
 
     def _disconnect(self, linger: int | None = None) -> None:
         if self._socket is not None:
@@ -212,8 +228,9 @@ class Link:
         self.about = about
         self.reconnections += 1
         self._welcomed = True
-        self._waiting.extendleft(reversed(self._active.values()))
-        self._active.clear()
+        active, self._active = self._active, {}
+        for call in active.values():
+            self._queue(call)
         for number, (what, _) in self._queries.items():
             self._send("query", number, what)
 
@@ -237,13 +254,14 @@ class Link:
     def _on_refused(self, number: int, kind: str, message: str) -> None:
         error = wire.REFUSALS.get(kind, wire.RequestFailed)(message)
         if number in self._queries:
-            self._queries.pop(number)[1].set_exception(error)
+            _settle(self._queries.pop(number)[1], error)
         elif number == 0:
             self._fail_all(error)
         elif number in self._active:
             call = self._active.pop(number)
-            if kind == "overloaded" and call.wait:
-                self._waiting.appendleft(call)
+            # One that was taken before has been promised its end.
+            if kind == "overloaded" and (call.wait or call.prompt_token_ids):
+                self._queue(call)
                 self._retry_at = time.monotonic() + self._retry_seconds * random.uniform(0.5, 1.5)
                 self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
             else:
@@ -251,7 +269,7 @@ class Link:
 
     def _on_answer(self, number: int, answer: dict[str, Any]) -> None:
         if number in self._queries:
-            self._queries.pop(number)[1].set_result(answer)
+            _settle(self._queries.pop(number)[1], answer)
 
     def _on_pong(self) -> None:
         return  # that something came is all it says
@@ -259,10 +277,13 @@ class Link:
     def _on_stranger(self) -> None:
         if self._welcomed:
             logger.warning("the service no longer knows this handle; asking again")
+            self._lost_at = time.monotonic()
             self._greet(self._token)
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
+        if not self._welcomed and now - self._lost_at > self._reconnect_seconds:
+            self._fail_all(self._trouble)
         if self._socket is None:
             return
         if self._monitor.poll(0):
@@ -280,9 +301,17 @@ class Link:
             and len(self._active) < MAX_OUTSTANDING
             and time.monotonic() >= self._retry_at
         ):
-            call = self._waiting.popleft()
+            _, call = heapq.heappop(self._waiting)
+            try:
+                frame = wire.encode("ask", call.number, wire.ask_body(call.ask))
+            except (TypeError, ValueError, OverflowError) as error:
+                call.fail(InvalidRequest(f"the request cannot be sent: {error}"))
+                continue
+            if len(frame) > wire.MAX_MESSAGE_BYTES:
+                call.fail(InvalidRequest(f"the request has {len(frame)} bytes, more than {wire.MAX_MESSAGE_BYTES}"))
+                continue
             self._active[call.number] = call
-            self._send("ask", call.number, wire.ask_body(call.ask))
+            self._socket.send(frame)
 
     def _ask_for(self, what: str, future: Future[dict[str, Any]]) -> None:
         number = next(self._numbers)
@@ -290,32 +319,61 @@ class Link:
         if self._welcomed:
             self._send("query", number, what)
 
+    def _queue(self, call: Call) -> None:
+        """To be sent, or sent again, in its turn."""
+        if call.aborted:
+            call.end_aborted()
+        else:
+            heapq.heappush(self._waiting, (call.number, call))
+
     def _abort(self, number: int) -> None:
-        if number in self._active:
+        call = self._active.get(number)
+        if call is not None and self._welcomed:
+            call.aborted = True
             self._send("abort", number)
-            return
-        for call in self._waiting:
-            if call.number == number:
-                self._waiting.remove(call)
-                call.take(Update(str(number), "", [], "abort", time.perf_counter()))
-                return
+        elif call is not None:  # the service is lost, and will not be asked again
+            del self._active[number]
+            call.end_aborted()
+        else:
+            found = [entry for entry in self._waiting if entry[0] == number]
+            for entry in found:
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+                entry[1].end_aborted()
 
     def _send(self, kind: str, *items: object) -> None:
         if self._socket is not None:
             self._socket.send(wire.encode(kind, *items))
 
     def _fail_all(self, error: Exception) -> None:
-        calls = [*self._active.values(), *self._waiting]
+        calls = [*self._active.values(), *(call for _, call in sorted(self._waiting))]
         self._active.clear()
         self._waiting.clear()
         queries, self._queries = self._queries, {}
         for call in calls:
             call.fail(error)
         for _, future in queries.values():
-            future.set_exception(error)
+            _settle(future, error)
 
-    def _end(self) -> None:
+    def _end(self, reason: Exception) -> None:
+        with self._lock:
+            self._closing = True  # no command comes behind this
+        self._take_commands()
         self._send("bye")
-        self._fail_all(ServiceUnavailable("this client was closed"))
+        self._fail_all(reason)
         self._disconnect()
         self._context.term()
+        with self._lock:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_write = -1
+
+
+def _settle(future: Future[dict[str, Any]], result: dict[str, Any] | Exception) -> None:
+    """Ends a query, unless whoever asked has given it up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

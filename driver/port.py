@@ -20,13 +20,14 @@ import zmq
 
 from driver import wire
 from driver.engine import Update
-from driver.service import Service
+from driver.service import FAILED, Service
 from parallel.channel import ChannelAddress, bind
 from scheduler.params import InvalidRequest
 
 logger = logging.getLogger("quadriga.port")
 
 _FRAMES_AHEAD = 256  # frames that a handle may leave unread before its updates are joined
+_LONGEST_REASON = 4000  # characters: an error may quote what was asked
 
 
 @dataclass(slots=True)
@@ -77,12 +78,14 @@ class Port:
             self._socket.setsockopt(option, value)
         self.address: ChannelAddress = bind(self._socket, host)
         self._sessions: dict[bytes, _Session] = {}
-        self._news: queue.SimpleQueue[tuple[bytes, int, Update]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[bytes, _Session, int, Update]] = queue.SimpleQueue()
+        self._wake_write: int | None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._woken = threading.Event()
         self._closing = False
+        self._lock = threading.Lock()  # the pipe must not be closed while someone writes to it
         self._thread = threading.Thread(target=self._run, name="quadriga-port", daemon=True)
 
     def start(self) -> None:
@@ -98,8 +101,10 @@ class Port:
             self._thread.join(timeout=10)
         self._socket.close()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._lock:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_write = None
 
     # ---- the port's thread
 
@@ -122,6 +127,8 @@ class Port:
                 next_look = time.monotonic() + wire.PING_SECONDS
         self._take_news()
         self._send_pending()
+        for peer in list(self._sessions):
+            self._drop(peer)
 
     def _take_messages(self) -> None:
         for _ in range(1000):  # in turns with what goes out
@@ -181,12 +188,13 @@ class Port:
             self._send(peer, "refused", number, "invalid", f"number {number} is in use")
             return
         try:
-            request = self.service.submit(wire.read_ask(body), self._sink(peer, number))
+            request = self.service.submit(wire.read_ask(body), self._sink(peer, session, number))
         except Exception as error:
             kind = wire.refusal_kind(error)
             if kind == "failed":
                 logger.exception("a request could not be taken")
-            self._send(peer, "refused", number, kind, str(error))
+            if not (kind == "unavailable" and self._restarts and self.service.state == FAILED):
+                self._send(peer, "refused", number, kind, str(error)[:_LONGEST_REASON])
             return
         session.requests[number] = request.id
         self._send(peer, "accepted", number, request.tokens[: request.num_prompt])
@@ -198,26 +206,26 @@ class Port:
         else:
             self._send(peer, "refused", number, "invalid", f"there is no {what!r} to ask for")
 
-    def _sink(self, peer: bytes, number: int) -> Callable[[Update], None]:
+    def _sink(self, peer: bytes, session: _Session, number: int) -> Callable[[Update], None]:
         def sink(update: Update) -> None:
-            self._news.put((peer, number, update))
+            self._news.put((peer, session, number, update))
             self._wake()
 
         return sink
 
     def _wake(self) -> None:
-        if not self._woken.is_set():
+        if self._woken.is_set():
+            return
+        with self._lock:
             self._woken.set()
-            try:
+            if self._wake_write is not None:
                 os.write(self._wake_write, b"w")
-            except BlockingIOError:
-                return  # full of wake-ups
 
     def _take_news(self) -> None:
         while not self._news.empty():
-            peer, number, update = self._news.get()
-            session = self._sessions.get(peer)
-            if session is not None:
+            peer, session, number, update = self._news.get()
+            # A handle that greeted anew may use the number for a new request already.
+            if self._sessions.get(peer) is session:
                 pending = session.pending.setdefault(number, _Pending())
                 pending.text += update.text
                 pending.token_ids += update.token_ids
@@ -246,8 +254,12 @@ class Port:
         """Sends a frame, or keeps it until the handle has read what it has."""
         frame = wire.encode(kind, *items)
         session = self._sessions.get(peer)
-        if not self._send_frame(peer, frame) and session is not None and kind != "pong":
+        waits = session is not None and bool(session.unsent)  # nothing overtakes what waits already
+        if (waits or not self._send_frame(peer, frame)) and session is not None and kind != "pong":
             session.unsent.append(frame)
+            if len(session.unsent) > _FRAMES_AHEAD + len(session.requests):
+                logger.warning("a handle asks and asks and reads no answer; it is dropped")
+                self._drop(peer)
 
     def _send_frame(self, peer: bytes, frame: bytes) -> bool:
         """Whether it is on its way; a handle whose connection is gone is dropped."""

@@ -77,32 +77,38 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     from driver.http_server import HttpServer, make_app  # FastAPI takes a third of a second
 
-    if args.max_queued_requests < 0 or args.drain_seconds < 0:
+    if args.max_queued_requests < 0 or not args.drain_seconds >= 0:
         raise ConfigError("--max-queued-requests and --drain-seconds must not be negative")
+    if not args.name:
+        raise ConfigError("--name must not be empty")
     options = engine_options(args)
     EngineConfig(**options)  # its errors come before anything is started
     stop = _stop_on_signals()
     server = None if args.detach else HttpServer(args.host, args.port)
     host: Host | None = None
+    client: Client | None = None
     try:
         host = _make_host(args, options)
+        if server is not None:  # from now on /ready says 503, and 200 as soon as it is
+            client = host.connect()
+            server.start(make_app(client, args.api_key or ()))
         _show_start(host.status, stop)
         if stop.is_set():
             return 0
         if args.detach:
-            print(f"quadriga: service {args.name!r} is ready", file=sys.stderr)
+            _say(f"service {args.name!r} is ready")
             return 0
-        with host.connect() as client:
-            server.start(make_app(client, args.api_key or ()))
-            print(f"quadriga: {args.name!r} is ready at {server.url}", file=sys.stderr, flush=True)
-            _wait(stop, host.status)
-            print(f"quadriga: draining, for {args.drain_seconds:g} s at most", file=sys.stderr, flush=True)
-            aborted = host.end(args.drain_seconds)
-            print(f"quadriga: stopped; {aborted} requests were aborted", file=sys.stderr, flush=True)
+        _say(f"{args.name!r} is ready at {server.url}")
+        _wait(stop, host.status)
+        _say(f"draining, for {args.drain_seconds:g} s at most; a second signal ends at once")
+        aborted = host.end(args.drain_seconds)
+        _say(f"stopped; {aborted} requests were aborted")
         return 0
     finally:
         if server is not None:
             server.close()
+        if client is not None:
+            client.close()  # before its way to the service, which is Ray's, is gone
         if host is not None:
             host.close()
 
@@ -122,10 +128,21 @@ def _make_host(args: argparse.Namespace, options: dict[str, Any]) -> Host:
 
 
 def _stop_on_signals() -> threading.Event:
+    """Set by the first signal; a second one ends the command wherever it is."""
     stop = threading.Event()
+
+    def take(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise SystemExit(128 + number)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, take)
     return stop
+
+
+def _say(message: str) -> None:
+    print(f"quadriga: {message}", file=sys.stderr, flush=True)
 
 
 def _show_start(status: Callable[[], dict[str, Any]], stop: threading.Event) -> None:
@@ -140,7 +157,7 @@ def _show_start(status: Callable[[], dict[str, Any]], stop: threading.Event) -> 
                 break
             if now["phase"] != phase:
                 phase = now["phase"]
-                print(f"quadriga: starting: {phase} …", file=sys.stderr, flush=True)
+                _say(f"starting: {phase} …")
             if now["share"] is not None:
                 bar = bar or tqdm(total=100, desc="weights", unit="%", leave=False, mininterval=0.5)
                 bar.update(round(100 * now["share"]) - bar.n)
@@ -150,7 +167,7 @@ def _show_start(status: Callable[[], dict[str, Any]], stop: threading.Event) -> 
             bar.close()
     if not stop.is_set():
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in now["seconds"].items())
-        print(f"quadriga: ready in {time.monotonic() - began:.1f} s ({times})", file=sys.stderr, flush=True)
+        _say(f"ready in {time.monotonic() - began:.1f} s ({times})")
 
 
 def _wait(stop: threading.Event, status: Callable[[], dict[str, Any]]) -> None:

@@ -45,19 +45,19 @@ class Service:
 
         Raises InvalidRequest, Overloaded or ServiceUnavailable.
         """
-        if self._draining:
-            raise ServiceUnavailable("the service is shutting down")
+        self._check_open()  # before the work of encoding
         prompt = self.llm.encode_chat(ask.prompt) if ask.is_chat else ask.prompt
         request = self.llm.prepare(prompt, ask.params, ask.produced)
         with self._lock:
-            if len(self._live) >= self._most:
-                raise Overloaded(f"{len(self._live)} requests run or wait, which is the most that may")
+            self._check_open()
             self._live.add(request.id)
         try:
             self._start(request, ask, sink)
-        except EngineDead as error:
+        except BaseException as error:
             self._forget(request.id)
-            raise ServiceUnavailable(str(error)) from error
+            if isinstance(error, EngineDead):
+                raise ServiceUnavailable(str(error)) from error
+            raise
         return request
 
     def abort(self, request_id: str) -> None:
@@ -84,8 +84,8 @@ class Service:
 
     def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the others; after `seconds` these are aborted. Returns how many were."""
-        self._draining = True
         with self._idle:
+            self._draining = True  # no request slips in behind the last look
             self._idle.wait_for(lambda: not self._live, timeout=seconds)
             left = list(self._live)
             for request_id in left:
@@ -95,6 +95,12 @@ class Service:
         return len(left)
 
     # ---- pieces
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise ServiceUnavailable("the service is shutting down")
+        if len(self._live) >= self._most:
+            raise Overloaded(f"{len(self._live)} requests run or wait, which is the most that may")
 
     def _start(self, request: Request, ask: Ask, sink: Sink) -> None:
         def watched(update: Update) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import ray
 
+from driver.cluster import join, running_clusters
 from driver.config import ConfigError
 from driver.errors import is_input_fault
-from driver.wire import PING_SECONDS, SILENCE_SECONDS, ServiceUnavailable
+from driver.wire import SILENCE_SECONDS, ServiceUnavailable
 from parallel.channel import ChannelAddress
 
 logger = logging.getLogger("quadriga.service")
@@ -111,15 +112,17 @@ class DriverActor:
     def _watch(self) -> None:
         """Ends the process when the engine has failed, for Ray to start it again, and the service with its owner."""
         began = time.monotonic()
-        while self._port is not None:
+        while True:
             time.sleep(0.2)
+            port = self._port
+            if port is None:
+                return  # stopped
             failure = self._llm.failure
             if failure is not None and not self._stopping.locked():
                 logger.error("the engine has failed, the driver starts again: %s", failure)
                 self._llm.close()
                 os._exit(1)
-            port = self._port
-            if port is None or not self._settings.owned:
+            if not self._settings.owned:
                 continue
             silent = time.monotonic() - max(port.owner_seen_at, began)
             patience = OWNER_SECONDS if port.owner_seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
@@ -127,6 +130,7 @@ class DriverActor:
                 logger.warning("the owner has left; the service ends")
                 self.stop(0.0)
                 self._end()
+                return
 
     def _wait_for_owner(self) -> None:
         """Gives whoever started the service time to read why it failed."""
@@ -141,37 +145,48 @@ class DriverActor:
 class Locator:
     """Finds a service's address, again and again. Raises ServiceUnavailable when there is none."""
 
-    def __init__(self, name: str, address: str = "auto") -> None:
-        """address: of the Ray cluster, as in ray.init."""
-        self.name = name
+    def __init__(self, name: str, address: str = "auto", actor: Any = None) -> None:
+        """address: of the Ray cluster, as in ray.init. actor: only this one, whoever has the name later."""
+        self.name, self._actor = name, actor
         if not ray.is_initialized():
-            join_cluster(address)
-        find_actor(name)
+            join_cluster_of(name, address)
+        elif actor is None:
+            find_actor(name)
 
     def __call__(self) -> ChannelAddress:
-        deadline = time.monotonic() + LOOKUP_SECONDS
-        while True:
-            try:
-                address = ray.get(find_actor(self.name).address.remote(), timeout=LOOKUP_SECONDS)
-            except ServiceUnavailable:
-                raise
-            except ray.exceptions.RayTaskError as error:
-                raise ServiceUnavailable(str(error.cause or error)) from error
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-                raise ServiceUnavailable(f"service {self.name!r} does not answer: {error}") from error
-            if address is not None:
-                return address
-            if time.monotonic() > deadline:
-                raise ServiceUnavailable(f"service {self.name!r} is still starting")
-            time.sleep(PING_SECONDS / 5)
+        try:
+            actor = self._actor or find_actor(self.name)
+            address = ray.get(actor.address.remote(), timeout=LOOKUP_SECONDS)
+        except ServiceUnavailable:
+            raise
+        except ray.exceptions.RayTaskError as error:
+            raise ServiceUnavailable(str(error.cause or error)) from error
+        except Exception as error:  # Ray has many: the actor restarts, its node is gone, the cluster has ended
+            raise ServiceUnavailable(f"service {self.name!r} does not answer: {error}") from error
+        if address is None:
+            raise ServiceUnavailable(f"service {self.name!r} is still starting")
+        return address
 
 
-def join_cluster(address: str) -> None:
-    """Connects this process to a running Ray cluster. Raises ServiceUnavailable when there is none."""
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ServiceUnavailable(f"no Ray cluster at {address}: {error}") from error
+def join_cluster_of(name: str, address: str) -> None:
+    """Connects this process to the running Ray cluster that has a service. Raises ServiceUnavailable when none has.
+
+    address: `auto` looks at all on this machine, as `quadriga serve` may have started one for itself.
+    """
+    trouble: Exception = ServiceUnavailable(f"there is no Ray cluster, and so no service named {name!r}")
+    for candidate in running_clusters() if address == "auto" else [address]:
+        try:
+            join(candidate)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            trouble = ServiceUnavailable(f"no Ray cluster at {candidate}: {error}")
+            continue
+        try:
+            find_actor(name)
+            return
+        except ServiceUnavailable as error:
+            ray.shutdown()
+            trouble = error
+    raise trouble
 
 
 def find_actor(name: str) -> Any:

@@ -89,11 +89,14 @@ def read_ask(body: Any) -> Ask:
     if not isinstance(body, dict) or set(body) - {"prompt", "params", "produced", "seen"}:
         raise InvalidRequest("a request must be a mapping of prompt, params, produced and seen")
     params, produced, seen = body.get("params", {}), body.get("produced", []), body.get("seen", 0)
-    if not isinstance(params, Mapping):
-        raise InvalidRequest(f"params must be a mapping, got {type(params).__name__}")
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise InvalidRequest(f"params must be a mapping with names as keys, got {type(params).__name__}")
     if not isinstance(produced, list) or type(seen) is not int or seen < 0:
         raise InvalidRequest("produced must be a list of token ids and seen a number of characters")
-    return Ask(body.get("prompt"), SamplingParams.from_mapping(params), produced, seen)
+    ask = Ask(body.get("prompt"), SamplingParams.from_mapping(params), produced, seen)
+    if ask.is_chat and not all(isinstance(message, dict) for message in ask.prompt):
+        raise InvalidRequest("the messages of a conversation must all be mappings")
+    return ask
 
 
 def encode(kind: str, *items: Any) -> bytes:
