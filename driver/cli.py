@@ -1,4 +1,4 @@
-"""The command line: `quadriga generate`, `serve` and `simulate`, also as `python -m quadriga`."""
+"""The command line: `quadriga generate`, `serve`, `simulate` and helpers, also as `python -m quadriga`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from driver import generate, options, serve, simulate
+from driver import generate, launch, options, serve, simulate
 from driver.engine import EngineDead
 from driver.errors import is_input_fault
 from driver.executor import WorkerFailed
@@ -81,6 +81,16 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=serve.run)
     serve.add_options(command)
     options.add_engine_options(command)
+    _add_log_level(command)
+    command = commands.add_parser(
+        "wait-for-devices",
+        help="wait until a Ray cluster has room for a service",
+        description="Say what a Ray cluster lacks for a service, node by node, and wait until it is there; see "
+        "docs/deploy/README.md.",
+        formatter_class=_HelpFormatter,
+    )
+    command.set_defaults(run=launch.run)
+    launch.add_options(command)
     _add_log_level(command)
     command = commands.add_parser(
         "simulate",

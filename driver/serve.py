@@ -147,7 +147,7 @@ def _say(message: str) -> None:
 
 def _show_start(status: Callable[[], dict[str, Any]], stop: threading.Event) -> None:
     """Shows phases, and a bar while weights load, until the service is ready. Raises what it failed with."""
-    began, phase, bar = time.monotonic(), None, None
+    began, phase, weights = time.monotonic(), None, _Weights()
     try:
         while not stop.is_set():
             now = status()
@@ -159,15 +159,33 @@ def _show_start(status: Callable[[], dict[str, Any]], stop: threading.Event) -> 
                 phase = now["phase"]
                 _say(f"starting: {phase} …")
             if now["share"] is not None:
-                bar = bar or tqdm(total=100, desc="weights", unit="%", leave=False, mininterval=0.5)
-                bar.update(round(100 * now["share"]) - bar.n)
+                weights.show(round(100 * now["share"]))
             stop.wait(POLL_SECONDS)
     finally:
-        if bar is not None:
-            bar.close()
+        weights.close()
     if not stop.is_set():
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in now["seconds"].items())
         _say(f"ready in {time.monotonic() - began:.1f} s ({times})")
+
+
+class _Weights:
+    """How much of the weights is loaded: a bar on a terminal, and in a job's log a line for every quarter."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+        self._said = 0
+
+    def show(self, percent: int) -> None:
+        if sys.stderr.isatty():
+            self._bar = self._bar or tqdm(total=100, desc="weights", unit="%", leave=False, mininterval=0.5)
+            self._bar.update(percent - self._bar.n)
+        elif percent // 25 > self._said // 25:
+            self._said = percent
+            print(f"quadriga: weights {percent} %", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _wait(stop: threading.Event, status: Callable[[], dict[str, Any]]) -> None:
