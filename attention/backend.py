@@ -12,7 +12,7 @@ from attention.metadata import AttentionMetadata
 
 logger = logging.getLogger("quadriga.attention")
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "cpu", "reference")
 
 
 class BackendError(ValueError):
@@ -59,16 +59,36 @@ class Backend(Protocol):
 def make_backend(name: str, layout: HeadLayout, scale: float, device: torch.device) -> Backend:
     """Builds the named backend; `auto` takes the best one for the device and logs what it took and why.
 
-    Raises BackendError for a name that is not known.
+    Raises BackendError for a name that is not known, or a backend that cannot be had on this machine.
     """
+    from attention.cpu import CpuBackend
+    from attention.native import NativeError
     from attention.reference import ReferenceBackend
 
     if name not in BACKENDS:
         raise BackendError(f"unknown attention backend {name!r}; known: {', '.join(BACKENDS)}")
-    if name == "auto":
+    if name == "reference":
+        return ReferenceBackend(layout, scale)
+    if device.type != "cpu":
+        if name == "cpu":
+            raise BackendError(f"attention backend cpu cannot serve {device.type}")
         logger.warning(
             "attention backend: reference (plain torch), because this version has no faster one for %s; "
             "it is exact but slow for long contexts",
             device.type,
         )
-    return ReferenceBackend(layout, scale)
+        return ReferenceBackend(layout, scale)
+    try:
+        backend = CpuBackend(layout, scale)
+    except NativeError as error:
+        if name == "cpu":
+            raise BackendError(f"attention backend cpu cannot be had: {error}") from error
+        logger.warning(
+            "attention backend: reference (plain torch), because compiled kernels cannot be had (%s); "
+            "attention is then several times slower, more so with long contexts",
+            error,
+        )
+        return ReferenceBackend(layout, scale)
+    if name == "auto":
+        logger.info("attention backend: cpu (compiled for this machine), the fastest here")
+    return backend

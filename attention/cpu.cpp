@@ -1,0 +1,343 @@
+// Attention over the paged cache: one call for the whole mixed batch.
+//
+// A unit of work is a tile of one request's queries, all query heads of one key/value head, and a span of keys:
+//
+//     rows of the unit    q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...     (so that keys and values are read once for the group)
+//     keys of the unit    walked in tiles of KEYS, with a running maximum and sum for each row (online softmax)
+//
+// A single query's context is cut into spans of SPAN keys, which any threads compute; who finishes last merges them in
+// order. Spans depend on positions alone, so that neither threads nor neighbours change a row's result.
+#include "vector.h"
+
+constexpr int KEYS = 64, SPAN = 256, MOST_ROWS = 96;
+constexpr int FEW_ROWS = 6;  // up to here, dot products with keys as they lie beat transposing them
+
+struct Arguments {
+    int64_t format, threads;
+    int64_t query, query_stride, out, key_pages, value_pages;
+    int64_t block_size, kv_heads, group, head_dim, scale_bits, window;  // window: 0 for none
+    int64_t chunks, starts, chunk_contexts, chunk_blocks, chunk_width;
+    int64_t decodes, decode_contexts, decode_blocks, decode_width;
+};
+
+// One request's queries in this step: `token` is the first of them in the batch.
+struct Request {
+    int64_t token, queries, context;
+    const int32_t* blocks;
+};
+
+// Spans of one context leave their partial results at `partial`, partial + 1, ...; a whole context has one span.
+struct Unit {
+    const Request* request;
+    int64_t query, queries, head, first_key, end_key;
+    int64_t partial, span, spans;
+};
+
+struct Memory {
+    std::vector<float> query, keys, values, scores, sums, top, total;
+    std::vector<uint32_t> pairs, transposed;
+};
+
+#if defined(WIDE)
+// 16 rows of 16 words, `stride` words apart, to 16 columns of COLUMNS-wide rows.
+static inline void transpose_square(const uint32_t* from, int64_t stride, uint32_t* to, int64_t width) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(to + i * width, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * width, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+        _mm512_storeu_si512(to + (i + 4) * width, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
+        _mm512_storeu_si512(to + (i + 12) * width, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
+    }
+}
+#endif
+
+// [KEYS, width] words -> [width, KEYS]; width is a multiple of 16.
+static void transpose(const uint32_t* from, int64_t width, uint32_t* to) {
+#if defined(WIDE)
+    for (int64_t column = 0; column < width; column += 16)
+        for (int64_t row = 0; row < KEYS; row += 16)
+            transpose_square(from + row * width + column, width, to + column * KEYS + row, KEYS);
+#else
+    for (int64_t column = 0; column < width; column++)
+        for (int64_t row = 0; row < KEYS; row++) to[column * KEYS + row] = from[row * width + column];
+#endif
+}
+
+template <class T>
+class Attention {
+public:
+    explicit Attention(const Arguments& arguments)
+        : a(arguments), dim(a.head_dim), padded((dim + COLUMNS - 1) / COLUMNS * COLUMNS), wide(padded + 2) {
+        double exact;
+        memcpy(&exact, &a.scale_bits, sizeof exact);
+        scale = (float)exact;
+    }
+
+    void run() {
+        static thread_local std::vector<float> kept;
+        list_requests();
+        for (const Request& request : requests) list_units(request);
+        partials = scratch(kept, num_partials * a.group * wide);
+        waiting = std::make_unique<std::atomic<int64_t>[]>(num_partials);
+        for (const Unit& unit : units)
+            if (unit.spans > 1) waiting[unit.partial] = unit.spans;
+        parallel_each(a.threads, (int64_t)units.size(), [&](int64_t i) { compute(units[i]); });
+    }
+
+private:
+    // Where the machine multiplies pairs of bf16, scores come from queries and keys as they are.
+#if defined(BF16_PAIRS)
+    static constexpr bool PAIRS = std::is_same_v<T, bf16>;
+#else
+    static constexpr bool PAIRS = false;
+#endif
+    const Arguments& a;
+    const int64_t dim, padded, wide;
+    float scale;
+    std::vector<Request> requests;
+    std::vector<Unit> units;
+    int64_t num_partials = 0;
+    float* partials = nullptr;
+    std::unique_ptr<std::atomic<int64_t>[]> waiting;
+
+    void list_requests() {
+        auto starts = (const int32_t*)a.starts, contexts = (const int32_t*)a.chunk_contexts;
+        for (int64_t i = 0; i < a.chunks; i++) {
+            auto blocks = (const int32_t*)a.chunk_blocks + i * a.chunk_width;
+            requests.push_back({starts[i], starts[i + 1] - starts[i], contexts[i], blocks});
+        }
+        const int64_t first = a.chunks ? starts[a.chunks] : 0;
+        contexts = (const int32_t*)a.decode_contexts;
+        for (int64_t i = 0; i < a.decodes; i++)
+            requests.push_back({first + i, 1, contexts[i], (const int32_t*)a.decode_blocks + i * a.decode_width});
+    }
+
+    void list_units(const Request& request) {
+        const int64_t most = std::max<int64_t>(1, MOST_ROWS / a.group);
+        // The last tiles see the most keys; whoever begins with them ends evenly.
+        for (int64_t tile = (request.queries - 1) / most; tile >= 0; tile--) {
+            const int64_t query = tile * most, queries = std::min(most, request.queries - query);
+            const int64_t position = request.context - request.queries + query;
+            const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+            const int64_t end = position + queries, span = queries == 1 ? SPAN : end;
+            const int64_t first_span = first / span, spans = (end - 1) / span - first_span + 1;
+            for (int64_t head = 0; head < a.kv_heads; head++) {
+                for (int64_t i = 0; i < spans; i++) {
+                    const int64_t from = std::max(first, (first_span + i) * span);
+                    const int64_t to = std::min(end, (first_span + i + 1) * span);
+                    units.push_back({&request, query, queries, head, from, to, num_partials, i, spans});
+                }
+                num_partials += spans > 1 ? spans : 0;
+            }
+        }
+    }
+
+    int64_t rows_of(const Unit& unit) const { return unit.queries * a.group; }
+    int64_t position_of(const Unit& unit, int64_t row) const {
+        return unit.request->context - unit.request->queries + unit.query + row / a.group;
+    }
+    const T* query_of(const Unit& unit, int64_t row) const {
+        const int64_t token = unit.request->token + unit.query + row / a.group;
+        return (const T*)a.query + token * a.query_stride + (unit.head * a.group + row % a.group) * dim;
+    }
+    T* out_of(const Unit& unit, int64_t row) const {
+        const int64_t token = unit.request->token + unit.query + row / a.group;
+        return (T*)a.out + ((token * a.kv_heads + unit.head) * a.group + row % a.group) * dim;
+    }
+    const T* entry(int64_t pages, const Unit& unit, int64_t key) const {
+        const int64_t slot = unit.request->blocks[key / a.block_size] * a.block_size + key % a.block_size;
+        return (const T*)pages + (slot * a.kv_heads + unit.head) * dim;
+    }
+
+    // Widens `dim` numbers; what pads them is zero.
+    void widen(const T* from, float* to) const {
+        for (int64_t d = 0; d < padded; d += LANES) store(to + d, d < dim ? load(from + d, dim - d) : floats{});
+    }
+
+    void compute(const Unit& unit) {
+        static thread_local Memory memory;
+        const int64_t rows = rows_of(unit);
+        float* query = scratch(memory.query, rows * padded);
+        float* sums = scratch(memory.sums, rows * padded);
+        float* top = scratch(memory.top, rows);
+        float* total = scratch(memory.total, rows);
+        scratch(memory.keys, KEYS * padded);
+        scratch(memory.values, KEYS * padded);
+        scratch(memory.scores, rows * KEYS);
+        scratch(memory.pairs, rows * padded / 2);
+        scratch(memory.transposed, padded * KEYS);
+        for (int64_t r = 0; r < rows; r++) {
+            widen(query_of(unit, r), query + r * padded);
+            if (PAIRS) memcpy(memory.pairs.data() + r * padded / 2, query_of(unit, r), dim * sizeof(T));
+            if (PAIRS) memset((T*)(memory.pairs.data() + r * padded / 2) + dim, 0, (padded - dim) * sizeof(T));
+        }
+        std::fill(sums, sums + rows * padded, 0.f);
+        std::fill(top, top + rows, -INFINITY);
+        std::fill(total, total + rows, 0.f);
+        for (int64_t first = unit.first_key; first < unit.end_key; first += KEYS) {
+            const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
+            for (int64_t j = 0; j < keys; j++)
+                widen(entry(a.value_pages, unit, first + j), memory.values.data() + j * padded);
+            if (rows <= FEW_ROWS)
+                score_few(unit, first, keys, memory);
+            else
+                score_many(unit, first, keys, memory);
+            soften(unit, first, memory);
+            for (int64_t d = 0; d < padded; d += COLUMNS)
+                product(memory.scores.data(), KEYS, memory.values.data() + d, padded, keys, sums + d, padded, true, rows);
+        }
+        finish(unit, memory);
+    }
+
+    // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used.
+    void score_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        for (int64_t j = 0; j < keys; j++) {
+            float* key = memory.keys.data();
+            widen(entry(a.key_pages, unit, first + j), key);
+            for (int64_t r = 0; r < rows_of(unit); r++) {
+                const float* query = memory.query.data() + r * padded;
+                floats dot = {};
+                for (int64_t d = 0; d < padded; d += LANES) dot += load(query + d) * load(key + d);
+                memory.scores[r * KEYS + j] = sum(dot);
+            }
+        }
+    }
+
+    void score_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        uint32_t* transposed = memory.transposed.data();
+        const int64_t width = PAIRS ? padded / 2 : padded;
+        for (int64_t j = 0; j < keys; j++) {
+            const T* key = entry(a.key_pages, unit, first + j);
+            float* row = memory.keys.data() + j * width;
+            if (PAIRS) {
+                memcpy((void*)row, key, dim * sizeof(T));
+                memset((void*)((T*)row + dim), 0, (padded - dim) * sizeof(T));
+            } else {
+                widen(key, row);
+            }
+        }
+        transpose((const uint32_t*)memory.keys.data(), width, transposed);
+        for (int64_t j = 0; j < KEYS; j += COLUMNS) {
+            float* scores = memory.scores.data() + j;
+#if defined(BF16_PAIRS)
+            if constexpr (PAIRS) {
+                product(memory.pairs.data(), width, transposed + j, KEYS, width, scores, KEYS, false, rows_of(unit));
+                continue;
+            }
+#endif
+            product(memory.query.data(), width, (const float*)transposed + j, KEYS, width, scores, KEYS, false,
+                    rows_of(unit));
+        }
+    }
+
+    // Scores become weights relative to the row's running maximum, and older sums follow that maximum.
+    void soften(const Unit& unit, int64_t first, Memory& memory) const {
+        for (int64_t r = 0; r < rows_of(unit); r++) {
+            const int64_t position = position_of(unit, r);
+            const int64_t from = a.window ? position - a.window + 1 : 0, to = std::min(position + 1, unit.end_key);
+            float* scores = memory.scores.data() + r * KEYS;
+            floats best = spread(-INFINITY);
+            for (int64_t j = 0; j < KEYS; j += LANES) {
+                const floats hidden = spread(-INFINITY);
+                ints key = (ints)lane_numbers() + (int32_t)(first + j);
+                ints seen = (key >= (int32_t)from) & (key < (int32_t)to);
+                floats scaled = seen ? load(scores + j) * scale : hidden;
+                store(scores + j, scaled);
+                best = larger(scaled, best);
+            }
+            const float top = std::max(memory.top[r], largest(best));
+            // A row that has seen no key yet: all its weights are zero, and -inf - -inf must not be asked for.
+            const float base = top == -INFINITY ? 0.f : top;
+            const float fade = exponential(spread(memory.top[r] - base))[0];
+            floats total = {};
+            for (int64_t j = 0; j < KEYS; j += LANES) {
+                floats weight = exponential(load(scores + j) - base);
+                store(scores + j, weight);
+                total += weight;
+            }
+            memory.total[r] = memory.total[r] * fade + sum(total);
+            memory.top[r] = top;
+            if (fade != 1.f) scale_row(memory.sums.data() + r * padded, fade);
+        }
+    }
+
+    void scale_row(float* row, float factor) const {
+        for (int64_t d = 0; d < padded; d += LANES) store(row + d, load(row + d) * factor);
+    }
+
+    void finish(const Unit& unit, Memory& memory) {
+        if (unit.spans == 1) {
+            for (int64_t r = 0; r < rows_of(unit); r++)
+                write_out(unit, r, memory.sums.data() + r * padded, memory.total[r]);
+            return;
+        }
+        for (int64_t r = 0; r < a.group; r++) {
+            float* mine = partials + ((unit.partial + unit.span) * a.group + r) * wide;
+            mine[0] = memory.top[r];
+            mine[1] = memory.total[r];
+            memcpy(mine + 2, memory.sums.data() + r * padded, padded * sizeof(float));
+        }
+        if (waiting[unit.partial].fetch_sub(1) == 1) merge(unit, memory);
+    }
+
+    void merge(const Unit& unit, Memory& memory) {
+        for (int64_t r = 0; r < a.group; r++) {
+            auto part = [&](int64_t i) { return partials + ((unit.partial + i) * a.group + r) * wide; };
+            float top = -INFINITY, total = 0;
+            for (int64_t i = 0; i < unit.spans; i++) top = std::max(top, part(i)[0]);
+            float* sums = memory.sums.data();
+            std::fill(sums, sums + padded, 0.f);
+            for (int64_t i = 0; i < unit.spans; i++) {
+                const float weight = exponential(spread(part(i)[0] - top))[0];
+                total += weight * part(i)[1];
+                for (int64_t d = 0; d < padded; d += LANES)
+                    store(sums + d, load(sums + d) + load(part(i) + 2 + d) * weight);
+            }
+            write_out(unit, r, sums, total);
+        }
+    }
+
+    void write_out(const Unit& unit, int64_t row, const float* sums, float total) const {
+        T* out = out_of(unit, row);
+        const float share = 1.f / total;
+        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(sums + d) * share, dim - d);
+    }
+};
+
+// Copies each token's keys and values [tokens, kv_heads, head_dim] to its slot of the pages.
+struct Write {
+    int64_t tokens, slots, row_bytes, key, key_stride_bytes, value, value_stride_bytes, key_pages, value_pages;
+};
+
+EXPORT void quadriga_write(const int64_t* arguments) {
+    const Write& w = *(const Write*)arguments;
+    for (int64_t i = 0; i < w.tokens; i++) {
+        const int64_t place = ((const int64_t*)w.slots)[i] * w.row_bytes;
+        memcpy((char*)w.key_pages + place, (const char*)w.key + i * w.key_stride_bytes, w.row_bytes);
+        memcpy((char*)w.value_pages + place, (const char*)w.value + i * w.value_stride_bytes, w.row_bytes);
+    }
+}
+
+EXPORT void quadriga_attend(const int64_t* arguments) {
+    const Arguments& a = *(const Arguments*)arguments;
+    if (a.format == 0) Attention<float>(a).run();
+    if (a.format == 1) Attention<bf16>(a).run();
+    if (a.format == 2) Attention<fp16>(a).run();
+}
