@@ -161,14 +161,25 @@ private:
         const int64_t token = unit.request->token + unit.query + row / a.group;
         return (T*)a.out + ((token * a.kv_heads + unit.head) * a.group + row % a.group) * dim;
     }
-    const T* entry(int64_t pages, const Unit& unit, int64_t key) const {
-        const int64_t slot = unit.request->blocks[key / a.block_size] * a.block_size + key % a.block_size;
-        return (const T*)pages + (slot * a.kv_heads + unit.head) * dim;
+    // body(i, count, entry): keys first + i and on, `count` of them in one block, the first of them at pages + entry.
+    template <class Body>
+    void each_run(const Unit& unit, int64_t first, int64_t keys, Body&& body) const {
+        for (int64_t i = 0, count; i < keys; i += count) {
+            const int64_t block = (first + i) / a.block_size, offset = (first + i) % a.block_size;
+            const int64_t slot = unit.request->blocks[block] * a.block_size + offset;
+            count = std::min(keys - i, a.block_size - offset);
+            body(i, count, (slot * a.kv_heads + unit.head) * dim);
+        }
     }
 
     // Widens `dim` numbers; what pads them is zero.
     void widen(const T* from, float* to) const {
         for (int64_t d = 0; d < padded; d += LANES) store(to + d, d < dim ? load(from + d, dim - d) : floats{});
+    }
+
+    void pad(const T* from, void* to) const {
+        memcpy(to, from, dim * sizeof(T));
+        memset((T*)to + dim, 0, (padded - dim) * sizeof(T));
     }
 
     void compute(const Unit& unit) {
@@ -185,66 +196,90 @@ private:
         scratch(memory.transposed, padded * KEYS);
         for (int64_t r = 0; r < rows; r++) {
             widen(query_of(unit, r), query + r * padded);
-            if (PAIRS) memcpy(memory.pairs.data() + r * padded / 2, query_of(unit, r), dim * sizeof(T));
-            if (PAIRS) memset((T*)(memory.pairs.data() + r * padded / 2) + dim, 0, (padded - dim) * sizeof(T));
+            if (PAIRS) pad(query_of(unit, r), memory.pairs.data() + r * padded / 2);
         }
         std::fill(sums, sums + rows * padded, 0.f);
         std::fill(top, top + rows, -INFINITY);
         std::fill(total, total + rows, 0.f);
         for (int64_t first = unit.first_key; first < unit.end_key; first += KEYS) {
             const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
-            for (int64_t j = 0; j < keys; j++)
-                widen(entry(a.value_pages, unit, first + j), memory.values.data() + j * padded);
-            if (rows <= FEW_ROWS)
+            if (rows <= FEW_ROWS && dim == padded) {
                 score_few(unit, first, keys, memory);
-            else
+                soften(unit, first, memory);
+                sum_few(unit, first, keys, memory);
+            } else {
                 score_many(unit, first, keys, memory);
-            soften(unit, first, memory);
-            for (int64_t d = 0; d < padded; d += COLUMNS)
-                product(memory.scores.data(), KEYS, memory.values.data() + d, padded, keys, sums + d, padded, true, rows);
+                soften(unit, first, memory);
+                sum_many(unit, first, keys, memory);
+            }
         }
         finish(unit, memory);
     }
 
-    // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used.
+    // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used. Keys are read as they lie.
     void score_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
-        for (int64_t j = 0; j < keys; j++) {
-            float* key = memory.keys.data();
-            widen(entry(a.key_pages, unit, first + j), key);
-            for (int64_t r = 0; r < rows_of(unit); r++) {
-                const float* query = memory.query.data() + r * padded;
-                floats dot = {};
-                for (int64_t d = 0; d < padded; d += LANES) dot += load(query + d) * load(key + d);
-                memory.scores[r * KEYS + j] = sum(dot);
-            }
-        }
+        const int64_t rows = rows_of(unit), stride = a.kv_heads * dim;
+        float* scores = memory.scores.data();
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const T* key = (const T*)a.key_pages + entry;
+            for (int64_t j = i; j < i + count; j++, key += stride)
+                for (int64_t r = 0; r < rows; r++) scores[r * KEYS + j] = sum(dot(memory, r, key));
+        });
     }
 
-    void score_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
-        uint32_t* transposed = memory.transposed.data();
-        const int64_t width = PAIRS ? padded / 2 : padded;
-        for (int64_t j = 0; j < keys; j++) {
-            const T* key = entry(a.key_pages, unit, first + j);
-            float* row = memory.keys.data() + j * width;
-            if (PAIRS) {
-                memcpy((void*)row, key, dim * sizeof(T));
-                memset((void*)((T*)row + dim), 0, (padded - dim) * sizeof(T));
-            } else {
-                widen(key, row);
-            }
+    floats dot(const Memory& memory, int64_t row, const T* key) const {
+        floats total = {};
+#if defined(BF16_PAIRS)
+        if constexpr (PAIRS) {
+            const uint32_t* query = memory.pairs.data() + row * padded / 2;
+            for (int64_t d = 0; d < dim / 2; d += LANES) total = step_pairs(total, query + d, (const uint32_t*)key + d);
+            return total;
         }
+#endif
+        const float* query = memory.query.data() + row * padded;
+        for (int64_t d = 0; d < dim; d += LANES) total += load(query + d) * load(key + d);
+        return total;
+    }
+
+    void sum_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        const int64_t rows = rows_of(unit), stride = a.kv_heads * dim;
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            for (int64_t d = 0; d < dim; d += COLUMNS)
+                product(memory.scores.data() + i, KEYS, (const T*)a.value_pages + entry + d, stride, count,
+                        memory.sums.data() + d, padded, true, rows);
+        });
+    }
+
+    // The same for many rows: keys are transposed, which makes of the scores a product like any other.
+    void score_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        const int64_t rows = rows_of(unit), width = PAIRS ? padded / 2 : padded;
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const T* key = (const T*)a.key_pages + entry;
+            for (int64_t j = i; j < i + count; j++, key += a.kv_heads * dim) {
+                float* row = memory.keys.data() + j * width;
+                PAIRS ? pad(key, row) : widen(key, row);
+            }
+        });
+        uint32_t* transposed = memory.transposed.data();
         transpose((const uint32_t*)memory.keys.data(), width, transposed);
         for (int64_t j = 0; j < KEYS; j += COLUMNS) {
             float* scores = memory.scores.data() + j;
-#if defined(BF16_PAIRS)
-            if constexpr (PAIRS) {
-                product(memory.pairs.data(), width, transposed + j, KEYS, width, scores, KEYS, false, rows_of(unit));
-                continue;
-            }
-#endif
-            product(memory.query.data(), width, (const float*)transposed + j, KEYS, width, scores, KEYS, false,
-                    rows_of(unit));
+            if constexpr (PAIRS)
+                product(memory.pairs.data(), width, transposed + j, KEYS, width, scores, KEYS, false, rows);
+            else
+                product(memory.query.data(), width, (float*)transposed + j, KEYS, width, scores, KEYS, false, rows);
         }
+    }
+
+    void sum_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        float* values = memory.values.data();
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const T* value = (const T*)a.value_pages + entry;
+            for (int64_t j = i; j < i + count; j++, value += a.kv_heads * dim) widen(value, values + j * padded);
+        });
+        for (int64_t d = 0; d < padded; d += COLUMNS)
+            product(memory.scores.data(), KEYS, values + d, padded, keys, memory.sums.data() + d, padded, true,
+                    rows_of(unit));
     }
 
     // Scores become weights relative to the row's running maximum, and older sums follow that maximum.

@@ -93,7 +93,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="share of each GPU's memory to use, (0, 1]",
     )
-    group.add_argument("--attention-backend", default="auto", metavar="NAME", help="auto or reference")
+    group.add_argument("--attention-backend", default="auto", metavar="NAME", help="auto, cpu or reference")
     group.add_argument(
         "--async-depth",
         type=int,

@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path, name: str
         (["--prompt", "a", "--tp", "2", "--executor", "inline"], ["inline executor runs one rank", "is 2"]),
         (["--prompt", "a", "--async-depth", "3"], ["async_depth", "between 0 and 2", "got 3"]),
         (["--prompt", "a", "--max-model-len", "513"], ["max_model_len 513", "512 positions"]),
-        (["--prompt", "a", "--attention-backend", "magic"], ["'magic'", "auto, reference"]),
+        (["--prompt", "a", "--attention-backend", "magic"], ["'magic'", "auto, cpu, reference"]),
         (["--prompt", "a", "--kv-cache-gib", "inf"], ["kv_cache_gib"]),
         (["--prompt", "a", "--max-tokens", "ten"], ["--max-tokens", "'ten'"]),
         (["--prompt", "a", "--device", "tpu"], ["'tpu'", "cuda"]),
