@@ -361,18 +361,18 @@ struct Write {
     int64_t tokens, slots, row_bytes, key, key_stride_bytes, value, value_stride_bytes, key_pages, value_pages;
 };
 
-EXPORT void quadriga_write(const int64_t* arguments) {
+EXPORT int64_t quadriga_write(const int64_t* arguments) {
     const Write& w = *(const Write*)arguments;
     for (int64_t i = 0; i < w.tokens; i++) {
         const int64_t place = ((const int64_t*)w.slots)[i] * w.row_bytes;
         memcpy((char*)w.key_pages + place, (const char*)w.key + i * w.key_stride_bytes, w.row_bytes);
         memcpy((char*)w.value_pages + place, (const char*)w.value + i * w.value_stride_bytes, w.row_bytes);
     }
+    return 0;
 }
 
-EXPORT void quadriga_attend(const int64_t* arguments) {
+EXPORT int64_t quadriga_attend(const int64_t* arguments) {
     const Arguments& a = *(const Arguments*)arguments;
-    if (a.format == 0) Attention<float>(a).run();
-    if (a.format == 1) Attention<bf16>(a).run();
-    if (a.format == 2) Attention<fp16>(a).run();
+    with_format(a.format, [&](auto number) { Attention<decltype(number)>(a).run(); });
+    return 0;
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import torch
 
 from attention.backend import HeadLayout
 from attention.metadata import AttentionMetadata
-from attention.native import FORMATS, float_bits, function, load_library
+from attention.native import FORMATS, call, empty, float_bits, function, load_library
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 
@@ -38,7 +37,7 @@ class CpuBackend:
             *(key.data_ptr(), key.stride(0) * size, value.data_ptr(), value.stride(0) * size),
             *(cache[0].data_ptr(), cache[1].data_ptr()),
         )
-        _call(self._write, arguments)
+        call(self._write, *arguments)
 
     def attend(
         self,
@@ -48,7 +47,7 @@ class CpuBackend:
         window: int | None,
     ) -> torch.Tensor:
         query = _dense_heads(query)
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = empty(query.shape, query.dtype)
         keys, values = cache
         chunks, decodes = metadata.prefill, metadata.decode
         arguments = (
@@ -61,7 +60,7 @@ class CpuBackend:
             decodes.num_tokens if decodes else 0,
             *(_contexts(decodes) if decodes else (0, 0, 0)),
         )
-        _call(self._attend, arguments)
+        call(self._attend, *arguments)
         return out
 
 
@@ -73,7 +72,3 @@ def _dense_heads(x: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, D] whose heads lie side by side; tokens may lie apart, as slices of a fused projection do."""
     dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if dense else x.contiguous()
-
-
-def _call(kernel: ctypes._CFuncPtr, arguments: tuple[int, ...]) -> None:
-    kernel((ctypes.c_int64 * len(arguments))(*arguments))

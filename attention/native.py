@@ -6,6 +6,7 @@ file that torch has loaded, never against the compiler's own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,8 +16,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +31,9 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-fno-math
 _BUILD_SECONDS = 120
 _DIGEST_BYTES = 32
 
+Kernel = ctypes._CFuncPtr
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_local = threading.local()
 
 
 class NativeError(RuntimeError):
@@ -55,11 +59,54 @@ def load_library(*sources: Path) -> ctypes.CDLL:
         raise NativeError(f"cannot load {path}: {error}") from error
 
 
-def function(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:
-    """A kernel `void name(const int64_t* arguments)`."""
+def function(library: ctypes.CDLL, name: str) -> Kernel:
+    """A kernel `int64_t name(const int64_t* arguments)`; what it returns is 0 when all is well."""
     kernel = library[name]
-    kernel.restype, kernel.argtypes = None, (ctypes.c_void_p,)
+    kernel.restype, kernel.argtypes = ctypes.c_int64, (ctypes.c_void_p,)
     return kernel
+
+
+def call(kernel: Kernel, *arguments: int) -> int:
+    """Runs a kernel and returns its status. While a recording is made, the call becomes part of it."""
+    array = (ctypes.c_int64 * len(arguments))(*arguments)
+    if (recording := _recording_now()) is not None:
+        recording.calls.append((kernel, array))
+    return kernel(array)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a kernel's result. A recording keeps it, because its calls will write there again."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if (recording := _recording_now()) is not None:
+        recording.kept.append(tensor)
+    return tensor
+
+
+class Recording:
+    """The kernel calls of a stretch of code, in order, with their arguments; to be run again without Python."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Kernel, ctypes.Array]] = []
+        self.kept: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Records this thread's calls. Recordings do not nest."""
+        _local.recording = self
+        try:
+            yield
+        finally:
+            _local.recording = None
+
+    def as_arguments(self) -> tuple[ctypes.Array, ctypes.Array]:
+        """Addresses of the kernels and of their arguments."""
+        addresses = [ctypes.cast(kernel, ctypes.c_void_p).value for kernel, _ in self.calls]
+        arrays = [ctypes.addressof(array) for _, array in self.calls]
+        return (ctypes.c_int64 * len(addresses))(*addresses), (ctypes.c_int64 * len(arrays))(*arrays)
+
+
+def _recording_now() -> Recording | None:
+    return getattr(_local, "recording", None)
 
 
 def float_bits(value: float) -> int:

@@ -1,8 +1,8 @@
 // Vectors of the machine's width, the number formats, exp, one register-blocked product, and the threads.
 //
 // Everything here is compiled on the machine that runs it (-march=native), so that plain macros tell what there is.
-// Kernels are functions `void name(const int64_t* arguments)`: one signature, so that a recorded step is a list of
-// functions and argument arrays. Pointers, sizes and the bits of doubles all travel as 64-bit integers.
+// Kernels are functions `int64_t name(const int64_t* arguments)`: one signature, so that a recorded step is a list of
+// functions and argument arrays. Pointers, sizes and the bits of doubles all travel as 64-bit integers. 0 means done.
 #pragma once
 
 #include <algorithm>
@@ -229,6 +229,14 @@ static void product(
     rest(std::integral_constant<int, 3>());
     rest(std::integral_constant<int, 2>());
     rest(std::integral_constant<int, 1>());
+}
+
+// body(T()) for the number format that Python calls `format`.
+template <class Body>
+static void with_format(int64_t format, Body&& body) {
+    if (format == 0) body(float());
+    if (format == 1) body(bf16());
+    if (format == 2) body(fp16());
 }
 
 // torch's own OpenMP runtime, by the one entry that both GNU's and LLVM's have. No other one is linked.

@@ -14,7 +14,11 @@ from parallel.loader import Checkpoint
 from scheduler.plan import StepPlan
 from workers.architecture import Architecture
 from workers.inputs import StepInputs, build_inputs
+from workers.kernels import compile_all_reduce, find_kernels
 from workers.model import Decoder, make_shard
+from workers.ops import CompiledOps, Rotary, TorchOps
+from workers.products import settle_products
+from workers.replay import Replay
 from workers.sampler import Sampler, SamplingRows
 from workers.spec import WorkerSpec
 from workers.state import Rows
@@ -45,7 +49,12 @@ class ModelRunner:
     def __init__(self, arch: Architecture, spec: WorkerSpec, group: TensorParallelGroup, device: torch.device) -> None:
         self.device = device
         dtype = getattr(torch, spec.dtype)
-        shard = make_shard(arch, group, dtype, device)
+        self.kernels = find_kernels(device)
+        self.ops = CompiledOps(self.kernels) if self.kernels else TorchOps()
+        self.group = group
+        if self.kernels and group.shared:
+            compile_all_reduce(group.shared, self.kernels)
+        shard = make_shard(arch, group, dtype, device, self.ops)
         self.model = Decoder(arch, shard, spec.max_model_len)
         layout = HeadLayout(len(shard.heads.q_heads), len(shard.heads.kv_heads), arch.head_dim)
         self.cache_shape = CacheShape(arch.num_layers, spec.block_size, layout.num_kv_heads, arch.head_dim, dtype)
@@ -54,16 +63,21 @@ class ModelRunner:
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // spec.block_size), spec.block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
+        self.replay: Replay | None = None
 
     def load(self, folder: Path) -> int:
         """Reads this rank's slices of the weights. Returns their size in bytes."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
             self.model.load(checkpoint)
-        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+            weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+            if self.kernels:
+                settle_products(self.model, self.kernels)
+        return weight_bytes
 
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache. Returns its size in bytes."""
         self.cache = KVCache(self.cache_shape, num_blocks, self.device)
+        self.replay = Replay(self.kernels, self._logits, self.rows.max_blocks) if self.kernels else None
         return num_blocks * self.cache_shape.bytes_per_block
 
     @torch.inference_mode()
@@ -86,20 +100,36 @@ class ModelRunner:
         slots = inputs.metadata.slot_mapping
 
         def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            rotary: Rotary | None,
+            window: int | None,
         ) -> torch.Tensor:
             pages = self.cache.layers[layer]
-            self.backend.write(key, value, pages, slots)
+            query = self.ops.store(query, key, value, rotary, pages, slots, self.backend)
             return self.backend.attend(query, pages, inputs.metadata, window)
 
         return self.model(inputs.token_ids, inputs.positions, attend)
 
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        """[s, own ids] fp32 logits of the sampled tokens."""
+        hidden = self.hidden_states(inputs)
+        # Of a step of decodes alone, every token is sampled.
+        return self.model.head(hidden[inputs.sampled_tokens] if inputs.metadata.prefill else hidden)
+
     def _sample(self, inputs: StepInputs) -> torch.Tensor:
         """The sampled rows' next tokens, [s] int64; a step without sampled rows computes no logits."""
-        hidden = self.hidden_states(inputs)
         if len(inputs.sampled_rows) == 0:
+            self.hidden_states(inputs)
             return self.last_tokens[:0]
-        logits = self.model.head(hidden[inputs.sampled_tokens])
+        if self.replay:
+            logits, status = self.replay.logits(inputs)
+            if status:
+                raise self.group.shared.missing(status - 1)
+        else:
+            logits = self._logits(inputs)
         picked, rows = inputs.sampled_rows, self.rows
         sampling = SamplingRows(
             seeds=rows.seeds[picked],
@@ -117,5 +147,5 @@ class ModelRunner:
     def profile(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step without a cache, so that its activations show up in the device's memory statistics."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, window: query)
+        hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, rotary, window: query)
         self.model.head(hidden[: min(num_rows, num_tokens)])

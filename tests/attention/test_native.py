@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import subprocess
@@ -15,11 +14,9 @@ import pytest
 import torch
 
 from attention.backend import BackendError, HeadLayout, make_backend
-from attention.native import NativeError, function, load_library
+from attention.native import NativeError, call, function, load_library
 
-SOURCE = (
-    'extern "C" __attribute__((visibility("default"))) void answer(const long* a) { *(long*)a[0] = a[1] + NUMBER; }'
-)
+SOURCE = 'extern "C" __attribute__((visibility("default"))) long answer(const long* a) { return a[0] + NUMBER; }'
 LAYOUT, CPU = HeadLayout(2, 1, 8), torch.device("cpu")
 
 
@@ -50,10 +47,7 @@ def write_source(folder: Path, number: int) -> Path:
 
 def answer(source: Path) -> int:
     """41 plus the source's number."""
-    result = ctypes.c_int64()
-    kernel = function(load_library(source), "answer")
-    kernel((ctypes.c_int64 * 2)(ctypes.addressof(result), 41))
-    return result.value
+    return call(function(load_library(source), "answer"), 41)
 
 
 def libraries(cache: Path) -> dict[Path, int]:
