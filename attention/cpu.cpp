@@ -83,22 +83,25 @@ static void transpose(const uint32_t* from, int64_t width, uint32_t* to) {
 template <class T>
 class Attention {
 public:
-    explicit Attention(const Arguments& arguments)
-        : a(arguments), dim(a.head_dim), padded((dim + COLUMNS - 1) / COLUMNS * COLUMNS), wide(padded + 2) {
+    Attention(const Arguments& arguments, Member* member)
+        : a(arguments), member(member), dim(a.head_dim), padded((dim + COLUMNS - 1) / COLUMNS * COLUMNS), wide(padded + 2) {
         double exact;
         memcpy(&exact, &a.scale_bits, sizeof exact);
         scale = (float)exact;
     }
 
     void run() {
-        static thread_local std::vector<float> kept;
         list_requests();
         for (const Request& request : requests) list_units(request);
-        partials = scratch(kept, num_partials * a.group * wide);
-        waiting = std::make_unique<std::atomic<int64_t>[]>(num_partials);
-        for (const Unit& unit : units)
-            if (unit.spans > 1) waiting[unit.partial] = unit.spans;
-        parallel_each(a.threads, (int64_t)units.size(), [&](int64_t i) { compute(units[i]); });
+        const size_t counters = num_partials * sizeof(std::atomic<int64_t>);
+        char* memory = shared(member, counters + num_partials * a.group * wide * sizeof(float), [&](char* fresh) {
+            auto counts = (std::atomic<int64_t>*)fresh;
+            for (const Unit& unit : units)
+                if (unit.spans > 1) counts[unit.partial] = unit.spans;
+        });
+        waiting = (std::atomic<int64_t>*)memory;
+        partials = (float*)(memory + counters);
+        parallel_each(member, a.threads, (int64_t)units.size(), [&](int64_t i) { compute(units[i]); });
     }
 
 private:
@@ -109,13 +112,14 @@ private:
     static constexpr bool PAIRS = false;
 #endif
     const Arguments& a;
+    Member* const member;
     const int64_t dim, padded, wide;
     float scale;
     std::vector<Request> requests;
     std::vector<Unit> units;
     int64_t num_partials = 0;
     float* partials = nullptr;
-    std::unique_ptr<std::atomic<int64_t>[]> waiting;
+    std::atomic<int64_t>* waiting = nullptr;  // spans of a context that are not computed yet
 
     void list_requests() {
         auto starts = (const int32_t*)a.starts, contexts = (const int32_t*)a.chunk_contexts;
@@ -361,18 +365,20 @@ struct Write {
     int64_t tokens, slots, row_bytes, key, key_stride_bytes, value, value_stride_bytes, key_pages, value_pages;
 };
 
-EXPORT int64_t quadriga_write(const int64_t* arguments) {
+EXPORT int64_t quadriga_write(const int64_t* arguments, Member* member) {
     const Write& w = *(const Write*)arguments;
-    for (int64_t i = 0; i < w.tokens; i++) {
-        const int64_t place = ((const int64_t*)w.slots)[i] * w.row_bytes;
-        memcpy((char*)w.key_pages + place, (const char*)w.key + i * w.key_stride_bytes, w.row_bytes);
-        memcpy((char*)w.value_pages + place, (const char*)w.value + i * w.value_stride_bytes, w.row_bytes);
-    }
+    parallel_each(member, 1, 1, [&](int64_t) {
+        for (int64_t i = 0; i < w.tokens; i++) {
+            const int64_t place = ((const int64_t*)w.slots)[i] * w.row_bytes;
+            memcpy((char*)w.key_pages + place, (const char*)w.key + i * w.key_stride_bytes, w.row_bytes);
+            memcpy((char*)w.value_pages + place, (const char*)w.value + i * w.value_stride_bytes, w.row_bytes);
+        }
+    });
     return 0;
 }
 
-EXPORT int64_t quadriga_attend(const int64_t* arguments) {
+EXPORT int64_t quadriga_attend(const int64_t* arguments, Member* member) {
     const Arguments& a = *(const Arguments*)arguments;
-    with_format(a.format, [&](auto number) { Attention<decltype(number)>(a).run(); });
+    with_format(a.format, [&](auto number) { Attention<decltype(number)>(a, member).run(); });
     return 0;
 }

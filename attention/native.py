@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -60,53 +60,56 @@ def load_library(*sources: Path) -> ctypes.CDLL:
 
 
 def function(library: ctypes.CDLL, name: str) -> Kernel:
-    """A kernel `int64_t name(const int64_t* arguments)`; what it returns is 0 when all is well."""
+    """A kernel `int64_t name(const int64_t* arguments, Member*)`; what it returns is 0 when all is well."""
     kernel = library[name]
-    kernel.restype, kernel.argtypes = ctypes.c_int64, (ctypes.c_void_p,)
+    kernel.restype, kernel.argtypes = ctypes.c_int64, (ctypes.c_void_p, ctypes.c_void_p)
     return kernel
 
 
 def call(kernel: Kernel, *arguments: int) -> int:
-    """Runs a kernel and returns its status. While a recording is made, the call becomes part of it."""
+    """Runs a kernel and returns its status. While a recording is made, the call is only noted there."""
     array = (ctypes.c_int64 * len(arguments))(*arguments)
-    if (recording := _recording_now()) is not None:
-        recording.calls.append((kernel, array))
-    return kernel(array)
+    recording = getattr(_local, "recording", None)
+    if recording is None:
+        return kernel(array, None)
+    recording.calls.append((kernel, array))
+    return 0
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a kernel's result. A recording keeps it, because its calls will write there again."""
-    tensor = torch.empty(shape, dtype=dtype)
-    if (recording := _recording_now()) is not None:
-        recording.kept.append(tensor)
-    return tensor
+    """Memory for a kernel's result."""
+    recording = getattr(_local, "recording", None)
+    return _fresh(shape, dtype) if recording is None else recording.allocate(shape, dtype)
+
+
+def _fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 class Recording:
-    """The kernel calls of a stretch of code, in order, with their arguments; to be run again without Python."""
+    """Kernel calls in order, with their arguments, to be carried out later and perhaps more than once.
 
-    def __init__(self) -> None:
+    allocate: gives the memory of results, [shape] of a dtype; it must last as long as the recording is used.
+    """
+
+    def __init__(self, allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] = _fresh) -> None:
+        self.allocate = allocate
         self.calls: list[tuple[Kernel, ctypes.Array]] = []
-        self.kept: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Records this thread's calls. Recordings do not nest."""
+        """Notes this thread's calls. Recordings do not nest."""
         _local.recording = self
         try:
             yield
         finally:
             _local.recording = None
 
-    def as_arguments(self) -> tuple[ctypes.Array, ctypes.Array]:
-        """Addresses of the kernels and of their arguments."""
-        addresses = [ctypes.cast(kernel, ctypes.c_void_p).value for kernel, _ in self.calls]
-        arrays = [ctypes.addressof(array) for _, array in self.calls]
-        return (ctypes.c_int64 * len(addresses))(*addresses), (ctypes.c_int64 * len(arrays))(*arrays)
-
-
-def _recording_now() -> Recording | None:
-    return getattr(_local, "recording", None)
+    def arrays(self) -> tuple[ctypes.Array, ctypes.Array]:
+        """Addresses of the kernels and of their arguments, which the recording keeps."""
+        kernels = [ctypes.cast(kernel, ctypes.c_void_p).value for kernel, _ in self.calls]
+        arguments = [ctypes.addressof(array) for _, array in self.calls]
+        return (ctypes.c_int64 * len(kernels))(*kernels), (ctypes.c_int64 * len(arguments))(*arguments)
 
 
 def float_bits(value: float) -> int:

@@ -1,16 +1,19 @@
 // Vectors of the machine's width, the number formats, exp, one register-blocked product, and the threads.
 //
 // Everything here is compiled on the machine that runs it (-march=native), so that plain macros tell what there is.
-// Kernels are functions `int64_t name(const int64_t* arguments)`: one signature, so that a recorded step is a list of
-// functions and argument arrays. Pointers, sizes and the bits of doubles all travel as 64-bit integers. 0 means done.
+// Kernels are functions `int64_t name(const int64_t* arguments, Member* member)`: one signature, so that a recorded step
+// is a list of functions and argument arrays. Pointers, sizes and the bits of doubles all travel as 64-bit integers; a
+// kernel returns 0 when all is well.
 #pragma once
+
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
+#include <mutex>
 #include <type_traits>
 #include <vector>
 
@@ -241,33 +244,64 @@ static void with_format(int64_t format, Body&& body) {
 
 // torch's own OpenMP runtime, by the one entry that both GNU's and LLVM's have. No other one is linked.
 extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
-extern "C" int omp_get_thread_num(void);
-extern "C" int omp_get_num_threads(void);
 
-// body(thread, threads), with as many threads as the runtime grants.
+// body(), in as many threads as the runtime grants.
 template <class Body>
-static void parallel(int64_t threads, Body&& body) {
-    if (threads <= 1) return body(0, 1);
+static void in_threads(int64_t threads, Body&& body) {
+    if (threads <= 1) return body();
     using Plain = std::remove_reference_t<Body>;
-    auto call = [](void* data) { (*static_cast<Plain*>(data))(omp_get_thread_num(), omp_get_num_threads()); };
-    GOMP_parallel(call, &body, threads, 0);
+    GOMP_parallel([](void* data) { (*static_cast<Plain*>(data))(); }, &body, threads, 0);
 }
 
-// body(i) for i in [0, count): each thread takes the next one that is left.
-template <class Body>
-static void parallel_each(int64_t threads, int64_t count, Body&& body) {
-    std::atomic<int64_t> next{0};
-    parallel(std::min(threads, count), [&](int, int) {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
-    });
+static inline void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
 }
 
-// body(first, stop): [0, count) in contiguous ranges, one for each thread.
+// One thread's way through a step that all threads of a team walk kernel by kernel (replay.cpp). The pieces of a kernel
+// are taken by whoever is there; it is done when its pieces are, whether or not every thread has come. A thread that
+// the system has put aside holds up the others only if it was in the middle of a piece, and skips what it has missed.
+struct alignas(64) Task {
+    std::atomic<int64_t> next, done;
+};
+struct Team {
+    Task* tasks;
+    std::atomic<int64_t> status;
+    std::mutex mutex;
+    int64_t prepared;  // the last task whose shared memory was prepared
+    std::vector<char>* memory;
+};
+struct Member {
+    Team* team;
+    int64_t task;
+};
+
+// body(i) for i in [0, count), in any order. member: null for a call outside of a team, which then gets threads itself.
 template <class Body>
-static void parallel_ranges(int64_t threads, int64_t count, Body&& body) {
-    parallel(std::min(threads, count), [&](int thread, int granted) {
-        body(count * thread / granted, count * (thread + 1) / granted);
-    });
+static void parallel_each(Member* member, int64_t threads, int64_t count, Body&& body) {
+    if (!member) {
+        std::atomic<int64_t> next{0};
+        return in_threads(std::min(threads, count), [&] {
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+        });
+    }
+    Task& task = member->team->tasks[member->task++];
+    while (task.next.load(std::memory_order_relaxed) < count) {
+        const int64_t i = task.next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= count) break;
+        body(i);
+        task.done.fetch_add(1, std::memory_order_acq_rel);
+    }
+    for (int64_t spins = 1; task.done.load(std::memory_order_acquire) < count; spins++)
+        spins % 2000 ? pause_briefly() : (void)sched_yield();
+}
+
+// body(first, stop): [0, count) in contiguous ranges, a few for each thread.
+template <class Body>
+static void parallel_ranges(Member* member, int64_t threads, int64_t count, Body&& body) {
+    const int64_t pieces = std::min(count, threads == 1 ? 1 : 4 * threads);
+    parallel_each(member, threads, pieces, [&](int64_t i) { body(count * i / pieces, count * (i + 1) / pieces); });
 }
 
 // Memory that a thread keeps from call to call, because allocating per call would cost more than many kernels do.
@@ -275,4 +309,21 @@ template <class T>
 static T* scratch(std::vector<T>& memory, size_t count) {
     if (memory.size() < count) memory.resize(count);
     return memory.data();
+}
+
+// Memory for the next parallel_each that all its threads see, filled by prepare(memory) before any of them begins.
+template <class Prepare>
+static char* shared(Member* member, size_t bytes, Prepare&& prepare) {
+    static thread_local std::vector<char> own;
+    if (!member) {
+        prepare(scratch(own, bytes));
+        return own.data();
+    }
+    Team& team = *member->team;
+    std::lock_guard<std::mutex> lock(team.mutex);
+    if (team.prepared < member->task) {
+        prepare(scratch(*team.memory, bytes));
+        team.prepared = member->task;
+    }
+    return team.memory->data();
 }

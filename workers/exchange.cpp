@@ -1,5 +1,4 @@
 // The all-reduce of parallel/shared_memory.py, on the same segment and by the same protocol, without Python in between.
-#include <sched.h>
 #include <time.h>
 
 #include "../attention/vector.h"
@@ -14,12 +13,6 @@ static int64_t now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static void pause_briefly() {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
 }
 
 // False when the other did not come in time.
@@ -51,14 +44,17 @@ static int64_t reduce_piece(const AllReduce& a, T* piece, int64_t count) {
     return 0;
 }
 
-EXPORT int64_t quadriga_all_reduce(const int64_t* arguments) {
+EXPORT int64_t quadriga_all_reduce(const int64_t* arguments, Member* member) {
     const AllReduce& a = *(const AllReduce*)arguments;
     int64_t missing = 0;
-    with_format(a.format, [&](auto number) {
-        using T = decltype(number);
-        const int64_t most = a.slot_bytes / (int64_t)sizeof(T);
-        for (int64_t first = 0; first < a.count && !missing; first += most)
-            missing = reduce_piece(a, (T*)a.tensor + first, std::min(most, a.count - first));
+    parallel_each(member, 1, 1, [&](int64_t) {
+        with_format(a.format, [&](auto number) {
+            using T = decltype(number);
+            const int64_t most = a.slot_bytes / (int64_t)sizeof(T);
+            for (int64_t first = 0; first < a.count && !missing; first += most)
+                missing = reduce_piece(a, (T*)a.tensor + first, std::min(most, a.count - first));
+        });
+        if (missing && member) member->team->status = missing;
     });
     return missing;
 }

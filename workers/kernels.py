@@ -12,7 +12,7 @@ from parallel.shared_memory import COUNTER_BYTES, SLOT_BYTES, SharedMemory
 
 logger = logging.getLogger("quadriga.worker")
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "ops.cpp", "exchange.cpp"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "ops.cpp", "exchange.cpp", "replay.cpp"))
 
 
 class Kernels:

@@ -40,9 +40,9 @@ struct Pack {
 };
 
 template <class T>
-static void pack(const Pack& p) {
+static void pack(const Pack& p, Member* member) {
     const int64_t panels = (p.outputs + COLUMNS - 1) / COLUMNS, deep = packed_depth<T>(p.depth);
-    parallel_ranges(p.threads, panels * COLUMNS, [&](int64_t first, int64_t stop) {
+    parallel_ranges(member, p.threads, panels * COLUMNS, [&](int64_t first, int64_t stop) {
         for (int64_t output = first; output < stop; output++)
             for (int64_t column = 0; column < deep; column++) {
                 const bool real = output < p.outputs && column < p.depth;
@@ -58,8 +58,8 @@ struct Lookup {
 };
 
 template <class T>
-static void lookup(const Lookup& l) {
-    parallel_ranges(l.threads, l.count, [&](int64_t first, int64_t stop) {
+static void lookup(const Lookup& l, Member* member) {
+    parallel_ranges(member, l.threads, l.count, [&](int64_t first, int64_t stop) {
         for (int64_t i = first; i < stop; i++) {
             const int64_t id = ((const int64_t*)l.ids)[i] - l.first_id;
             T* out = (T*)l.out + i * l.depth;
@@ -79,38 +79,41 @@ class Product {
     using Right = std::conditional_t<PAIRS<T>, uint32_t, T>;
 
 public:
-    explicit Product(const Multiply& multiply) : m(multiply), steps(packed_depth<T>(m.depth) / UNIT<T>) {}
+    Product(const Multiply& multiply, Member* member)
+        : m(multiply), member(member), steps(packed_depth<T>(m.depth) / UNIT<T>) {}
 
     void run() {
         x = prepare();
         const int64_t panels = (m.outputs + COLUMNS - 1) / COLUMNS, blocks = (m.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (m.rows <= ROWS)  // as fast as memory, best read from front to back
-            return parallel_ranges(m.threads, panels, [&](int64_t first, int64_t stop) {
+            return parallel_ranges(member, m.threads, panels, [&](int64_t first, int64_t stop) {
                 for (int64_t panel = first; panel < stop; panel++) compute(panel, 0);
             });
-        parallel_each(m.threads, panels * blocks, [&](int64_t i) { compute(i / blocks, i % blocks * BLOCK_ROWS); });
+        parallel_each(member, m.threads, panels * blocks, [&](int64_t i) { compute(i / blocks, i % blocks * BLOCK_ROWS); });
     }
 
 private:
     const Multiply& m;
+    Member* const member;
     const int64_t steps;
     const Left* x;
 
     // The rows as the products take them: as they are, or padded, or widened.
     const Left* prepare() {
-        static thread_local std::vector<Left> kept;
         if (std::is_same_v<T, float> || (PAIRS<T> && m.depth % 2 == 0)) return (const Left*)m.x;
-        Left* copy = scratch(kept, m.rows * steps);
-        for (int64_t row = 0; row < m.rows; row++) {
-            const T* from = (const T*)m.x + row * m.depth;
-            if constexpr (PAIRS<T>) {
-                copy[(row + 1) * steps - 1] = 0;
-                memcpy(copy + row * steps, from, m.depth * sizeof(T));
-            } else {
-                for (int64_t i = 0; i < m.depth; i++) copy[row * steps + i] = to_float(from[i]);
-            }
+        return (const Left*)shared(member, m.rows * steps * sizeof(Left), [&](char* fresh) {
+            for (int64_t row = 0; row < m.rows; row++)
+                copy_row((const T*)m.x + row * m.depth, (Left*)fresh + row * steps);
+        });
+    }
+
+    void copy_row(const T* from, Left* to) const {
+        if constexpr (PAIRS<T>) {
+            to[steps - 1] = 0;
+            memcpy(to, from, m.depth * sizeof(T));
+        } else {
+            for (int64_t i = 0; i < m.depth; i++) to[i] = to_float(from[i]);
         }
-        return copy;
     }
 
     void compute(int64_t panel, int64_t first_row) const {
@@ -132,20 +135,20 @@ private:
     }
 };
 
-EXPORT int64_t quadriga_pack(const int64_t* arguments) {
+EXPORT int64_t quadriga_pack(const int64_t* arguments, Member* member) {
     const Pack& p = *(const Pack*)arguments;
-    with_format(p.format, [&](auto number) { pack<decltype(number)>(p); });
+    with_format(p.format, [&](auto number) { pack<decltype(number)>(p, member); });
     return 0;
 }
 
-EXPORT int64_t quadriga_lookup(const int64_t* arguments) {
+EXPORT int64_t quadriga_lookup(const int64_t* arguments, Member* member) {
     const Lookup& l = *(const Lookup*)arguments;
-    with_format(l.format, [&](auto number) { lookup<decltype(number)>(l); });
+    with_format(l.format, [&](auto number) { lookup<decltype(number)>(l, member); });
     return 0;
 }
 
-EXPORT int64_t quadriga_multiply(const int64_t* arguments) {
+EXPORT int64_t quadriga_multiply(const int64_t* arguments, Member* member) {
     const Multiply& m = *(const Multiply*)arguments;
-    with_format(m.format, [&](auto number) { Product<decltype(number)>(m).run(); });
+    with_format(m.format, [&](auto number) { Product<decltype(number)>(m, member).run(); });
     return 0;
 }

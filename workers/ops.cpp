@@ -1,4 +1,4 @@
-// The small operations between the large ones, and the replay of recorded calls.
+// The small operations between the large ones.
 #include "../attention/vector.h"
 
 constexpr int64_t SMALL = 1 << 15;  // numbers; below, waking a second thread costs more than it brings
@@ -29,14 +29,14 @@ static void norm_row(T* x, const T* delta, const T* weight, float eps, int64_t s
     }
 }
 
-EXPORT int64_t quadriga_norm(const int64_t* arguments) {
+EXPORT int64_t quadriga_norm(const int64_t* arguments, Member* member) {
     const Norm& n = *(const Norm*)arguments;
     double eps;
     memcpy(&eps, &n.eps_bits, sizeof eps);
     with_format(n.format, [&](auto number) {
         using T = decltype(number);
         const int64_t threads = threads_for(n.threads, n.outer * n.inner * n.size);
-        parallel_ranges(threads, n.outer * n.inner, [&](int64_t first, int64_t stop) {
+        parallel_ranges(member, threads, n.outer * n.inner, [&](int64_t first, int64_t stop) {
             for (int64_t row = first; row < stop; row++) {
                 T* x = (T*)n.x + row / n.inner * n.stride + row % n.inner * n.size;
                 const T* delta = n.delta ? (const T*)n.delta + row * n.size : nullptr;
@@ -66,13 +66,13 @@ static void rotate_head(const T* x, const T* cos, const T* sin, int64_t size, T*
     }
 }
 
-EXPORT int64_t quadriga_rotate(const int64_t* arguments) {
+EXPORT int64_t quadriga_rotate(const int64_t* arguments, Member* member) {
     const Rotate& r = *(const Rotate*)arguments;
     with_format(r.format, [&](auto number) {
         using T = decltype(number);
         const int64_t width = r.kv_heads * r.size;
         const int64_t threads = threads_for(r.threads, r.tokens * r.size * (r.query_heads + 2 * r.kv_heads));
-        parallel_ranges(threads, r.tokens, [&](int64_t first, int64_t stop) {
+        parallel_ranges(member, threads, r.tokens, [&](int64_t first, int64_t stop) {
             for (int64_t token = first; token < stop; token++) {
                 const T* cos = (const T*)r.cos + token * r.angle_stride;
                 const T* sin = (const T*)r.sin + token * r.angle_stride;
@@ -98,11 +98,11 @@ struct Gate {
     int64_t format, threads, rows, size, gate_up, out;
 };
 
-EXPORT int64_t quadriga_gate(const int64_t* arguments) {
+EXPORT int64_t quadriga_gate(const int64_t* arguments, Member* member) {
     const Gate& g = *(const Gate*)arguments;
     with_format(g.format, [&](auto number) {
         using T = decltype(number);
-        parallel_ranges(threads_for(g.threads, g.rows * g.size), g.rows, [&](int64_t first, int64_t stop) {
+        parallel_ranges(member, threads_for(g.threads, g.rows * g.size), g.rows, [&](int64_t first, int64_t stop) {
             for (int64_t row = first; row < stop; row++) {
                 const T* gate = (const T*)g.gate_up + row * 2 * g.size;
                 for (int64_t i = 0; i < g.size; i += LANES) {
@@ -121,24 +121,13 @@ struct Gather {
     int64_t table, row_bytes, ids, count, out;
 };
 
-EXPORT int64_t quadriga_gather(const int64_t* arguments) {
+EXPORT int64_t quadriga_gather(const int64_t* arguments, Member* member) {
     const Gather& g = *(const Gather*)arguments;
-    for (int64_t i = 0; i < g.count; i++) {
-        const char* row = (const char*)g.table + ((const int64_t*)g.ids)[i] * g.row_bytes;
-        memcpy((char*)g.out + i * g.row_bytes, row, g.row_bytes);
-    }
-    return 0;
-}
-
-// Recorded calls once more, in order. The first that fails ends it.
-struct Replay {
-    int64_t count, kernels, arguments;
-};
-
-EXPORT int64_t quadriga_replay(const int64_t* arguments) {
-    const Replay& r = *(const Replay*)arguments;
-    using Kernel = int64_t (*)(const int64_t*);
-    for (int64_t i = 0; i < r.count; i++)
-        if (const int64_t status = ((const Kernel*)r.kernels)[i](((const int64_t* const*)r.arguments)[i])) return status;
+    parallel_each(member, 1, 1, [&](int64_t) {
+        for (int64_t i = 0; i < g.count; i++) {
+            const char* row = (const char*)g.table + ((const int64_t*)g.ids)[i] * g.row_bytes;
+            memcpy((char*)g.out + i * g.row_bytes, row, g.row_bytes);
+        }
+    });
     return 0;
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from attention.native import FORMATS, call, empty
+from attention.native import FORMATS, Recording, call, empty
 from parallel.layers import Matrix
 from workers.kernels import Kernels
 
@@ -57,44 +58,63 @@ class PackedProducts:
 
 
 def settle_products(model: nn.Module, kernels: Kernels) -> None:
-    """Gives every matrix of the model the products that are faster for its shape, one after another."""
-    began = time.perf_counter()
-    packed, choices = PackedProducts(kernels), {}
-    for matrix in model.modules():
-        if isinstance(matrix, Matrix):
-            shape = (matrix.outputs, matrix.inputs)
-            if shape not in choices:
-                choices[shape] = _is_faster(packed, matrix)
-            if choices[shape]:
-                matrix.adopt(packed)
-    named = ", ".join(
-        f"{outputs}x{inputs} {'packed' if is_packed else 'torch'}" for (outputs, inputs), is_packed in choices.items()
+    """Packs the model's matrices, one after another, if all in all that is faster on this machine.
+
+    All or none: a single linear of torch would keep steps from being replayed, which brings more than it could.
+    """
+    began, packed = time.perf_counter(), PackedProducts(kernels)
+    matrices = [part for part in model.modules() if isinstance(part, Matrix)]
+    shapes = {(matrix.outputs, matrix.inputs): matrix for matrix in matrices if matrix.outputs and matrix.inputs}
+    seconds = {shape: _trial_seconds(packed, matrix) for shape, matrix in shapes.items()}
+    gains = {shape: _mean_ratio([times]) for shape, times in seconds.items()}
+    gain = _mean_ratio([seconds[shape] for m in matrices if (shape := (m.outputs, m.inputs)) in seconds])
+    if gain >= 1:
+        for matrix in matrices:
+            matrix.adopt(packed)
+    each = ", ".join(f"{outputs}x{inputs} {shape_gain:.1f}x" for (outputs, inputs), shape_gain in gains.items())
+    logger.info(
+        "linears: %s in %.2f s; packed ones run at %.2f times the speed of torch's (%s)",
+        "packed" if gain >= 1 else "left to torch",
+        time.perf_counter() - began,
+        gain,
+        each,
     )
-    logger.info("linears settled in %.2f s: %s", time.perf_counter() - began, named)
 
 
-def _is_faster(packed: PackedProducts, matrix: Matrix) -> bool:
-    """Whether packed products win over torch's on the geometric mean over numbers of rows."""
-    if 0 in (matrix.outputs, matrix.inputs):
-        return False
+def _mean_ratio(trials: list[list[tuple[float, float]]]) -> float:
+    """Torch's time through ours, of all trials together: the geometric mean over numbers of rows."""
+    sums = [[sum(side) for side in zip(*of_rows, strict=True)] for of_rows in zip(*trials, strict=True)]
+    return math.exp(sum(math.log(plain / ours) for plain, ours in sums) / len(sums)) if sums else 1.0
+
+
+def _trial_seconds(packed: PackedProducts, matrix: Matrix) -> list[tuple[float, float]]:
+    """What torch and packed products take for each number of rows."""
     outputs, dtype = min(matrix.outputs, _TRIED_OUTPUTS), matrix.weight.dtype
-    trials = [Matrix(outputs, matrix.inputs, dtype, torch.device("cpu")) for _ in range(2)]
-    for trial in trials:
+    plain, ours = (Matrix(outputs, matrix.inputs, dtype, torch.device("cpu")) for _ in range(2))
+    for trial in (plain, ours):
         trial.weight.copy_(matrix.weight[:outputs])
-    trials[1].adopt(packed)
-    gain = 0.0
-    for rows in _TRIED_ROWS:
-        x = torch.ones(rows, matrix.inputs, dtype=dtype)
-        plain, ours = (_seconds(trial, x) for trial in trials)
-        gain += math.log(plain / ours)
-    return gain > 0
+    ours.adopt(packed)
+    threads, times = torch.get_num_threads(), []
+    torch.set_num_threads(1)  # whose time of computing is the same however busy the machine is
+    try:
+        for rows in _TRIED_ROWS:
+            x, recording = torch.ones(rows, matrix.inputs, dtype=dtype), Recording()
+            with recording.record():
+                result = ours(x)
+            ((kernel, arguments),) = recording.calls
+            times.append((_seconds(lambda x=x: plain(x)), _seconds(lambda k=kernel, a=arguments: k(a, None))))
+            del result
+    finally:
+        torch.set_num_threads(threads)
+    return times
 
 
-def _seconds(trial: Matrix, x: torch.Tensor) -> float:
-    """The best of some calls: on a busy machine the others tell about the neighbours."""
-    trial(x)
-    best, deadline = math.inf, time.perf_counter() + _TRIAL_SECONDS
-    while (began := time.perf_counter()) < deadline:
-        trial(x)
-        best = min(best, time.perf_counter() - began)
-    return best
+def _seconds(call: Callable[[], object]) -> float:
+    """The best of some calls, as time that this thread computed."""
+    call()
+    times, deadline = [], time.perf_counter() + _TRIAL_SECONDS
+    while len(times) < 2 or time.perf_counter() < deadline:
+        began = time.thread_time()
+        call()
+        times.append(time.thread_time() - began)
+    return max(min(times), 1e-9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +20,12 @@ from workers.kernels import compile_all_reduce, find_kernels
 from workers.model import Decoder, make_shard
 from workers.ops import CompiledOps, Rotary, TorchOps
 from workers.products import settle_products
-from workers.replay import Replay
+from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler, SamplingRows
 from workers.spec import WorkerSpec
 from workers.state import Rows
+
+logger = logging.getLogger("quadriga.worker")
 
 
 @dataclass(slots=True)
@@ -77,7 +81,9 @@ class ModelRunner:
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache. Returns its size in bytes."""
         self.cache = KVCache(self.cache_shape, num_blocks, self.device)
-        self.replay = Replay(self.kernels, self._logits, self.rows.max_blocks) if self.kernels else None
+        # Across hosts the ranks' sums are no kernels.
+        if self.kernels and self.backend.name == "cpu" and (self.group.size == 1 or self.group.shared):
+            self.replay = Replay(self.kernels, self.rows.max_blocks)
         return num_blocks * self.cache_shape.bytes_per_block
 
     @torch.inference_mode()
@@ -113,23 +119,33 @@ class ModelRunner:
 
         return self.model(inputs.token_ids, inputs.positions, attend)
 
+    def _compute(self, function: Callable[[StepInputs], torch.Tensor], inputs: StepInputs) -> torch.Tensor:
+        """function(inputs), in one go where that can be done. The result is good until the next step."""
+        if self.replay:
+            try:
+                result, status = self.replay.run(function, inputs)
+            except NotRecordable as reason:
+                logger.warning("steps are computed kernel by kernel, because a part of the model is none: %s", reason)
+                self.replay = None
+            else:
+                if status:
+                    raise self.group.shared.missing(status - 1)
+                return result
+        return function(inputs)
+
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         """[s, own ids] fp32 logits of the sampled tokens."""
         hidden = self.hidden_states(inputs)
-        # Of a step of decodes alone, every token is sampled.
-        return self.model.head(hidden[inputs.sampled_tokens] if inputs.metadata.prefill else hidden)
+        if inputs.metadata.prefill:  # of decodes alone, every token is sampled
+            hidden = self.ops.gather(hidden, inputs.sampled_tokens)
+        return self.model.head(hidden)
 
     def _sample(self, inputs: StepInputs) -> torch.Tensor:
         """The sampled rows' next tokens, [s] int64; a step without sampled rows computes no logits."""
         if len(inputs.sampled_rows) == 0:
-            self.hidden_states(inputs)
+            self._compute(self.hidden_states, inputs)
             return self.last_tokens[:0]
-        if self.replay:
-            logits, status = self.replay.logits(inputs)
-            if status:
-                raise self.group.shared.missing(status - 1)
-        else:
-            logits = self._logits(inputs)
+        logits = self._compute(self._logits, inputs)
         picked, rows = inputs.sampled_rows, self.rows
         sampling = SamplingRows(
             seeds=rows.seeds[picked],

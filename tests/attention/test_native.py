@@ -16,7 +16,7 @@ import torch
 from attention.backend import BackendError, HeadLayout, make_backend
 from attention.native import NativeError, call, function, load_library
 
-SOURCE = 'extern "C" __attribute__((visibility("default"))) long answer(const long* a) { return a[0] + NUMBER; }'
+SOURCE = 'extern "C" __attribute__((visibility("default"))) long answer(const long* a, void*) { return a[0] + NUMBER; }'
 LAYOUT, CPU = HeadLayout(2, 1, 8), torch.device("cpu")
 
 
