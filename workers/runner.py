@@ -73,8 +73,9 @@ class ModelRunner:
         """Reads this rank's slices of the weights. Returns their size in bytes."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
             self.model.load(checkpoint)
-            weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
-            if self.kernels:
+        weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        if self.kernels:
+            with torch.inference_mode():
                 settle_products(self.model, self.kernels)
         return weight_bytes
 
