@@ -47,7 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--attention-backend",
         default="auto",
         metavar="NAME",
-        help="auto, flash_attn or torch_flash (both cuda), or reference",
+        help="auto, cpu (compiled), flash_attn or torch_flash (both cuda), or reference",
     )
     group.add_argument(
         "--attention-calls",

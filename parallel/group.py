@@ -33,19 +33,19 @@ class TensorParallelGroup:
         self.rank = rank
         self.size = size
         self._group = group
-        self._shared = shared
+        self.shared = shared
 
     @property
     def transport(self) -> str:
         """What carries the collectives, for the log."""
         if self.size == 1:
             return "none"
-        return "shared memory" if self._shared else dist.get_backend(self._group)
+        return "shared memory" if self.shared else dist.get_backend(self._group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over all ranks, in place."""
-        if self._shared is not None:
-            return self._shared.all_reduce(tensor)
+        if self.shared is not None:
+            return self.shared.all_reduce(tensor)
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -54,8 +54,8 @@ class TensorParallelGroup:
         """Stacks every rank's `tensor` (same shape everywhere): [size, *shape]."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        if self._shared is not None:
-            return self._shared.all_gather(tensor)
+        if self.shared is not None:
+            return self.shared.all_gather(tensor)
         out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self._group)
         return out
@@ -69,9 +69,9 @@ class TensorParallelGroup:
         return int(tensor.item())
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -15,11 +15,16 @@ from attention.capabilities import Demand, HeadLayout
 from attention.metadata import AttentionMetadata
 from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint
+from parallel.split import shard_heads
 from scheduler.plan import StepPlan
 from workers.architecture import Architecture
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs
+from workers.kernels import compile_all_reduce, find_kernels
 from workers.model import Decoder, make_shard
+from workers.ops import CompiledOps, Rotary, TorchOps
+from workers.products import settle_products
+from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler, SamplingRows
 from workers.spec import WorkerSpec
 from workers.state import Rows
@@ -62,13 +67,20 @@ class ModelRunner:
     ) -> None:
         self.device = device
         dtype = getattr(torch, spec.dtype)
-        shard = make_shard(arch, group, dtype, device)
-        self.model = Decoder(arch, shard, spec.max_model_len)
-        layout = HeadLayout(len(shard.heads.q_heads), len(shard.heads.kv_heads), arch.head_dim)
+        self.group = group
+        heads = shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank]
+        layout = HeadLayout(len(heads.q_heads), len(heads.kv_heads), arch.head_dim)
         demand = Demand(dtype=dtype, block_size=spec.block_size, window=any(arch.windows))
         self.backend = make_backend(
             spec.attention_backend, layout, arch.head_dim**-0.5, device, demand, spec.attention_calls
         )
+        self.graph_maker = graph_maker or self._cuda_graphs(spec.enforce_eager, group.transport)
+        # What captures steps sees torch's operations only.
+        self.kernels = None if self.graph_maker else find_kernels(device)
+        self.ops = CompiledOps(self.kernels) if self.kernels else TorchOps()
+        if self.kernels and group.shared:
+            compile_all_reduce(group.shared, self.kernels)
+        self.model = Decoder(arch, make_shard(arch, group, dtype, device, self.ops), spec.max_model_len)
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
         self.sampler = Sampler(arch.vocab_size, group, device)
@@ -76,7 +88,6 @@ class ModelRunner:
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
         self.graphs: StepGraphs | None = None
-        self.graph_maker = graph_maker or self._cuda_graphs(spec.enforce_eager, group.transport)
         self.graph_sizes = GraphSizes(
             num_rows=spec.num_rows,
             max_tokens=spec.max_num_batched_tokens,
@@ -85,6 +96,7 @@ class ModelRunner:
             hidden_size=arch.hidden_size,
             kinds=self.backend.capabilities.graphs,
         )
+        self.replay: Replay | None = None
 
     @property
     def captured_tokens(self) -> int:
@@ -102,7 +114,10 @@ class ModelRunner:
         """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
             self.model.load(checkpoint, on_share)
-        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+            weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+            if self.kernels:
+                settle_products(self.model, self.kernels)
+        return weight_bytes
 
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache and captures the steps that are replayed. Returns the cache's size in bytes."""
@@ -110,6 +125,9 @@ class ModelRunner:
         self.cache = KVCache(self.cache_shape, num_blocks + spare, self.device)
         if self.graph_maker:
             self._capture(self.graph_maker, spare_block=num_blocks)
+        # Across hosts the ranks' sums are no kernels.
+        if self.kernels and self.backend.name == "cpu" and (self.group.size == 1 or self.group.shared):
+            self.replay = Replay(self.kernels, self.rows.max_blocks)
         return (num_blocks + spare) * self.cache_shape.bytes_per_block
 
     @torch.inference_mode()
@@ -140,20 +158,46 @@ class ModelRunner:
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            rotary: Rotary | None,
+            window: int | None,
         ) -> torch.Tensor:
             pages = self.cache.layers[layer]
-            self.backend.write(key, value, pages, metadata.slot_mapping)
+            query = self.ops.store(query, key, value, rotary, pages, metadata.slot_mapping, self.backend)
             return self.backend.attend(query, pages, metadata, window)
 
         return self.model(token_ids, positions, attend)
 
+    def _compute(self, function: Callable[[StepInputs], torch.Tensor], inputs: StepInputs) -> torch.Tensor:
+        """function(inputs), in one go where that can be done. The result is good until the next step."""
+        if self.replay:
+            try:
+                result, status = self.replay.run(function, inputs)
+            except NotRecordable as reason:
+                logger.warning("steps are computed kernel by kernel, because a part of the model is none: %s", reason)
+                self.replay = None
+            else:
+                if status:
+                    raise self.group.shared.missing(status - 1)
+                return result
+        return function(inputs)
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        """[s, own ids] fp32 logits of the sampled tokens."""
+        hidden = self.hidden_states(inputs)
+        if inputs.metadata.prefill:  # of decodes alone, every token is sampled
+            hidden = self.ops.gather(hidden, inputs.sampled_tokens)
+        return self.model.head(hidden)
+
     def _sample(self, inputs: StepInputs) -> torch.Tensor:
         """The sampled rows' next tokens, [s] int64; a step without sampled rows computes no logits."""
-        hidden = self.hidden_states(inputs)
         if len(inputs.sampled_rows) == 0:
+            self._compute(self.hidden_states, inputs)
             return self.last_tokens[:0]
-        logits = self.model.head(hidden[inputs.sampled_tokens])
+        logits = self._compute(self._logits, inputs)
         picked, rows = inputs.sampled_rows, self.rows
         sampling = SamplingRows(
             seeds=rows.seeds[picked],
@@ -171,5 +215,5 @@ class ModelRunner:
     def profile(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step without a cache, so that its activations show up in the device's memory statistics."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, window: query)
+        hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, rotary, window: query)
         self.model.head(hidden[: min(num_rows, num_tokens)])

@@ -1,0 +1,60 @@
+// The all-reduce of parallel/shared_memory.py, on the same segment and by the same protocol, without Python in between.
+#include <time.h>
+
+#include "../attention/vector.h"
+
+constexpr int64_t SPINS = 2000;  // polls before other processes are let in; ranks may share cores
+
+struct AllReduce {
+    int64_t format, arrivals, counter_bytes, slots, slot_bytes, rank, size, timeout_ns, tensor, count;
+};
+
+static int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+// False when the other did not come in time.
+static bool wait_for(const int64_t* arrival, int64_t count, int64_t timeout_ns) {
+    for (int64_t spin = 0; spin < SPINS; spin++) {
+        if (__atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count) return true;
+        pause_briefly();
+    }
+    for (const int64_t deadline = now_ns() + timeout_ns; now_ns() < deadline; sched_yield())
+        if (__atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count) return true;
+    return __atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count;
+}
+
+// Sums one slot's worth over the ranks. Returns 0, or 1 + the rank that is missing.
+template <class T>
+static int64_t reduce_piece(const AllReduce& a, T* piece, int64_t count) {
+    auto arrival = [&](int64_t rank) { return (int64_t*)(a.arrivals + rank * a.counter_bytes); };
+    const int64_t exchange = *arrival(a.rank);
+    auto slot = [&](int64_t rank) { return (T*)(a.slots + (exchange % 2 * a.size + rank) * a.slot_bytes); };
+    memcpy(slot(a.rank), piece, count * sizeof(T));
+    __atomic_store_n(arrival(a.rank), exchange + 1, __ATOMIC_RELEASE);
+    for (int64_t rank = 0; rank < a.size; rank++)
+        if (!wait_for(arrival(rank), exchange + 1, a.timeout_ns)) return rank + 1;
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats total = {};
+        for (int64_t rank = 0; rank < a.size; rank++) total += load(slot(rank) + i, count - i);
+        store(piece + i, total, count - i);
+    }
+    return 0;
+}
+
+EXPORT int64_t quadriga_all_reduce(const int64_t* arguments, Member* member) {
+    const AllReduce& a = *(const AllReduce*)arguments;
+    int64_t missing = 0;
+    parallel_each(member, 1, 1, [&](int64_t) {
+        with_format(a.format, [&](auto number) {
+            using T = decltype(number);
+            const int64_t most = a.slot_bytes / (int64_t)sizeof(T);
+            for (int64_t first = 0; first < a.count && !missing; first += most)
+                missing = reduce_piece(a, (T*)a.tensor + first, std::min(most, a.count - first));
+        });
+        if (missing && member) member->team->status = missing;
+    });
+    return missing;
+}
