@@ -59,8 +59,10 @@ class Serve:
         """The first line of standard error that matches, past or to come."""
         with self._changed:
             found = self._changed.wait_for(
-                lambda: next((m for line in self.lines if (m := re.search(pattern, line))), None)
-                or not self._reader.is_alive(),
+                lambda: (
+                    next((m for line in self.lines if (m := re.search(pattern, line))), None)
+                    or not self._reader.is_alive()
+                ),
                 seconds,
             )
         assert isinstance(found, re.Match), f"no {pattern!r} in:\n{self.text}"
