@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -75,6 +76,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
+    with contextlib.redirect_stdout(sys.stderr):  # of Ray's, which tells of dead workers there
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from driver.http_server import HttpServer, make_app  # FastAPI takes a third of a second
 
     if args.max_queued_requests < 0 or not args.drain_seconds >= 0:
