@@ -21,7 +21,12 @@ SECONDS = 60  # to start or to end, on a busy machine
 
 def ray_environment(**more: str) -> dict[str, str]:
     """This process's environment for a cluster of its own. Ray replaces the loopback address without the switch."""
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "2",
+    }
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return {**environment, "PYTHONPATH": str(ROOT), **own, **more}
 
