@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from driver.hosts import InlineHost
-from scheduler.params import SamplingParams
-from tests.driver.serving import NUM_BLOCKS, PROMPT, Brake, greedy_params, wait_until
+from tests.driver.serving import NUM_BLOCKS
 from tests.end_to_end.serving import Serve
 
 KEY = "s3cret"
