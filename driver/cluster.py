@@ -88,7 +88,7 @@ class _Connection:
 def _connect(address: str) -> _Connection:
     if ray.is_initialized():
         return _Connection(ours=False)
-    if address == "local" or (address == "auto" and not _join_running()):
+    if address == "local" or (address == "auto" and not join_running()):
         return _start_private()
     if address != "auto":
         try:
@@ -98,9 +98,12 @@ def _connect(address: str) -> _Connection:
     return _Connection(ours=True)
 
 
-def _join_running() -> bool:
+def join_running() -> bool:
+    """Joins the cluster that `auto` stands for; False when there is none."""
+    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
     # Another program's private Ray is none to join: it ends with that program.
-    address = next((address for address in running_clusters() if not _listens_on_loopback(address)), None)
+    found = (address for address in running_clusters() if not _listens_on_loopback(address))
+    address = named or next(found, None)
     try:
         if address is None:
             return False

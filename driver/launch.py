@@ -118,8 +118,7 @@ class ClusterReader:
     def _connect(self) -> str | None:
         import ray
 
-        from driver.service_actor import join_cluster
-        from driver.wire import ServiceUnavailable
+        from driver.cluster import join, join_running
 
         if ray.is_initialized():
             return None
@@ -127,9 +126,12 @@ class ClusterReader:
         if silent is not None:
             return silent
         try:
-            join_cluster(self._address)
-        except ServiceUnavailable as error:
-            return str(error)
+            if self._address != "auto":
+                join(self._address)
+            elif not join_running():
+                return "no Ray cluster runs on this machine"
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            return f"no Ray cluster at {self._address}: {error}"
         return None
 
 
