@@ -25,6 +25,8 @@ class HttpServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"cannot listen on {host} port {port}: ports go from 0 to 65535")
         try:
             # An address of either family; 0 takes any free port.
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -32,7 +34,7 @@ class HttpServer:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
             self._socket.listen(2048)  # bound alone, another process could take the port as well
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise ConfigError(f"cannot listen on {host} port {port}: {error}") from error
         self.host, self.port = host, self._socket.getsockname()[1]
         self._server: uvicorn.Server | None = None

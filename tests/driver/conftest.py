@@ -40,12 +40,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Runs `quadriga generate` on the tiny model; what it changes in this process is put back."""
+def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a command that is run in this process changes in it is put back."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     root = logging.getLogger()
-    kept = root.level, list(root.handlers), signal.getsignal(signal.SIGTERM)
+    kept = root.level, list(root.handlers)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     levels = {name: logging.getLogger(name).level for name in ("filelock", "urllib3", "httpx", "huggingface_hub")}
+    yield
+    root.setLevel(kept[0])
+    root.handlers[:] = kept[1]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str], process_state: None) -> Run:
+    """Runs `quadriga generate` on the tiny model."""
 
     def run(*options: str, model: Path | str = folder, cache: str = "64") -> Outcome:
         try:
@@ -56,9 +69,4 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         assert "Traceback" not in captured.err
         return Outcome(code, captured.out, captured.err)
 
-    yield run
-    root.setLevel(kept[0])
-    root.handlers[:] = kept[1]
-    signal.signal(signal.SIGTERM, kept[2])
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    return run

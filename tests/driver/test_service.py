@@ -187,7 +187,12 @@ def test_draining_aborts_what_takes_too_long(llm: LLM) -> None:
     with Brake(llm, 5) as brake:
         running = [run_ask(service, Ask(PROMPT, greedy_params(200))) for _ in range(3)]
         assert wait_until(lambda: all(sink.updates for sink in running))
-        threading.Timer(0.5, brake.allow, [1]).start()  # the engine hears of it between two steps
+
+        def let_the_engine_hear() -> None:  # which it does between two steps
+            wait_until(lambda: llm._engine._commands.qsize() == 3)
+            brake.allow(1)
+
+        threading.Thread(target=let_the_engine_hear).start()
         began = time.monotonic()
         assert service.drain(0.2) == 3
         assert time.monotonic() - began < 5
