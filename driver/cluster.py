@@ -19,6 +19,7 @@ import ray
 from ray._private import ray_constants
 
 from driver.config import ConfigError
+from driver.launch import unreachable
 from workers.cores import available_cores
 
 logger = logging.getLogger("quadriga.cluster")
@@ -88,6 +89,9 @@ class _Connection:
 def _connect(address: str) -> _Connection:
     if ray.is_initialized():
         return _Connection(ours=False)
+    silent = unreachable(address)
+    if silent is not None:
+        raise ConfigError(silent)
     if address == "local" or (address == "auto" and not _join_running()):
         return _start_private()
     if address != "auto":

@@ -18,6 +18,7 @@ import ray
 
 from driver.config import ConfigError
 from driver.errors import is_input_fault
+from driver.launch import unreachable
 from driver.wire import PING_SECONDS, SILENCE_SECONDS, ServiceUnavailable
 from parallel.channel import ChannelAddress
 
@@ -168,6 +169,9 @@ class Locator:
 
 def join_cluster(address: str) -> None:
     """Connects this process to a running Ray cluster. Raises ServiceUnavailable when there is none."""
+    silent = unreachable(address)
+    if silent is not None:
+        raise ServiceUnavailable(silent)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
