@@ -19,6 +19,7 @@ import ray
 from ray._private import ray_constants, services
 
 from driver.config import ConfigError
+from driver.launch import unreachable
 from workers.cores import available_cores
 
 logger = logging.getLogger("quadriga.cluster")
@@ -153,8 +154,11 @@ def running_clusters() -> list[str]:
 
 
 def join(address: str) -> None:
-    """Connects this process to a running cluster; raises what ray.init does."""
+    """Connects this process to a running cluster; raises what ray.init does, and at once where nobody listens."""
     with _loopback_only() if _listens_on_loopback(address) else nullcontext():
+        silent = unreachable(address)
+        if silent is not None:
+            raise ConnectionError(silent)
         ray.init(address=address, **_quiet())
 
 

@@ -1,7 +1,4 @@
-"""Whether a Ray cluster has room for a service: what is missing, node by node, and waiting until it is there.
-
-`ray.init` tries for many minutes where nobody listens, so an address is tried by a plain connection first.
-"""
+"""Whether a Ray cluster has room for a service: what is missing, node by node, and waiting until it is there."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from driver.config import DEVICES, ConfigError
 
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 3.0
+LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray leaves a loopback address as it is
 # As Cluster.bundle has it in a cluster that was joined.
 EACH: dict[str, dict[str, float]] = {"cpu": {"CPU": 1.0}, "cuda": {"GPU": 1.0, "CPU": 1.0}}
 
@@ -107,7 +105,7 @@ class ClusterReader:
 
     def __init__(self, address: str) -> None:
         """address: as in ray.init; `auto` for RAY_ADDRESS or the one that runs here."""
-        self._address = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
+        self._address = address
         self.error: str | None = None
 
     def __call__(self) -> list[Node]:
@@ -122,9 +120,6 @@ class ClusterReader:
 
         if ray.is_initialized():
             return None
-        silent = unreachable(self._address)
-        if silent is not None:
-            return silent
         try:
             if self._address != "auto":
                 join(self._address)
@@ -136,14 +131,23 @@ class ClusterReader:
 
 
 def unreachable(address: str) -> str | None:
-    """Why nobody can be spoken to at HOST:PORT; None where somebody listens, or for other kinds of address."""
+    """Why nobody can be spoken to at HOST:PORT; None where somebody listens, or for other kinds of address.
+
+    To be asked before ray.init, which tries for many minutes. auto: RAY_ADDRESS, where that is set.
+    """
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         return None
+    from ray._private.services import resolve_ip_for_localhost
+
+    taken_for = resolve_ip_for_localhost(host.strip("[]"))
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        socket.create_connection((taken_for, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        return f"no Ray cluster at {address}: {error}"
+        hint = "" if taken_for == host else f" (for Ray it is {taken_for}, unless {LOOPBACK_SWITCH}=0)"
+        return f"no Ray cluster at {address}{hint}: {error}"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -77,12 +78,35 @@ def test_it_gives_up_in_time_and_says_why() -> None:
     assert said[-1] == "gave up after 0.2 s; still missing: room for 1 rank"
 
 
-def test_an_address_where_nobody_listens_is_known_at_once() -> None:
+def test_an_address_where_nobody_listens_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray._private.services.resolve_ip_for_localhost", lambda host: host)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert unreachable(address) is None
+        monkeypatch.setattr("ray._private.services.resolve_ip_for_localhost", lambda host: "127.0.0.9")
+        assert "for Ray it is 127.0.0.9, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in unreachable(address)
+    monkeypatch.setattr("ray._private.services.resolve_ip_for_localhost", lambda host: host)
     assert unreachable(address).startswith(f"no Ray cluster at {address}: ")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert unreachable("auto") == unreachable(address)
+    monkeypatch.delenv("RAY_ADDRESS")
     assert unreachable("auto") is None
+
+
+@pytest.mark.parametrize("words", [["generate", "--prompt", "a"], ["serve", "--port", "0"]])
+def test_no_command_waits_for_a_cluster_that_is_not_there(
+    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr(Cluster, "_connection", None)
+    monkeypatch.setattr("driver.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr("driver.serve.signal.signal", lambda *_: None)
+    monkeypatch.setattr("ray._private.services.resolve_ip_for_localhost", lambda host: host)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert cli.main([*words, "--model", str(folder), "--tp", "2"]) == cli.EXIT_USAGE
+    assert f"no Ray cluster at {address}: " in capsys.readouterr().err
 
 
 def test_the_command_gives_up_on_a_cluster_that_is_not_there(
@@ -96,5 +120,5 @@ def test_the_command_gives_up_on_a_cluster_that_is_not_there(
     assert cli.main(words) == cli.EXIT_FAILED
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "quadriga: needs 2 ranks on 1 node, 1 CPU each; found 0 nodes"
-    assert f"no Ray cluster at {address}: " in lines[-1]
+    assert f"no Ray cluster at {address}" in lines[-1]
     assert cli.main(["wait-for-devices", "--tp", "0"]) == cli.EXIT_USAGE
