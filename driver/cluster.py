@@ -89,6 +89,7 @@ class _Connection:
 def _connect(address: str) -> _Connection:
     if ray.is_initialized():
         return _Connection(ours=False)
+    address = named_address(address)
     if address == "local" or (address == "auto" and not join_running()):
         return _start_private()
     if address != "auto":
@@ -100,11 +101,9 @@ def _connect(address: str) -> _Connection:
 
 
 def join_running() -> bool:
-    """Joins the cluster that `auto` stands for; False when there is none."""
-    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+    """Joins a cluster that runs on this machine; False when there is none."""
     # Another program's private Ray is none to join: it ends with that program.
-    found = (address for address in running_clusters() if not _listens_on_loopback(address))
-    address = named or next(found, None)
+    address = next((address for address in running_clusters() if not _listens_on_loopback(address)), None)
     try:
         if address is None:
             return False
@@ -141,6 +140,12 @@ def _start_private() -> _Connection:
         connection.close()
         raise
     return connection
+
+
+def named_address(address: str) -> str:
+    """The address that `auto` stands for where RAY_ADDRESS says so."""
+    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+    return named if named and address == "auto" else address
 
 
 def running_clusters() -> list[str]:

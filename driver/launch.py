@@ -116,13 +116,14 @@ class ClusterReader:
     def _connect(self) -> str | None:
         import ray
 
-        from driver.cluster import join, join_running
+        from driver.cluster import join, join_running, named_address
 
         if ray.is_initialized():
             return None
         try:
-            if self._address != "auto":
-                join(self._address)
+            address = named_address(self._address)
+            if address != "auto":
+                join(address)
             elif not join_running():
                 return "no Ray cluster runs on this machine"
         except (ConnectionError, ValueError, RuntimeError) as error:
