@@ -347,11 +347,17 @@ def test_a_closed_client_says_so_and_leaves_nothing(llm: LLM, place: Place) -> N
     assert set(threading.enumerate()) <= before
 
 
-def test_what_was_asked_just_before_closing_is_answered(place: Place) -> None:
-    for _ in range(20):
-        client = Client(lambda: place.port.address)
-        streams = [client.stream("a", greedy_params(300)) for _ in range(5)]
-        client.close()
-        for stream in streams:
-            with pytest.raises(ServiceUnavailable, match="closed"):
-                list(stream)
+def test_what_was_asked_just_before_closing_is_answered(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = place.client()
+    assert client.health()["state"] == "ready"
+    busy, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(client._link, "_send_waiting", lambda: (busy.set(), go_on.wait(10)))
+    assert busy.wait(5)
+    stream = client.stream("a", greedy_params(300))  # behind the thread's look at its commands
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    assert wait_until(lambda: client._link._closing)
+    go_on.set()
+    closing.join(10)
+    with pytest.raises(ServiceUnavailable, match="closed"):
+        list(stream)

@@ -108,7 +108,7 @@ def processes_of_ray(*titles: str) -> list[int]:
             continue
         if any(f"ray::{title}" in command for title in titles):
             found.append(process.pid)
-    return found
+    return sorted(found)
 
 
 def left_in_ray(name: str) -> list[str]:

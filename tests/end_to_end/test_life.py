@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ from driver.executor import WorkerFailed
 from scheduler.params import SamplingParams
 from tests.end_to_end.conftest import TinyModels
 from tests.end_to_end.running import Ranks
+from tests.end_to_end.serving import processes_of_ray, until
 
 LONG = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
 
@@ -32,16 +33,7 @@ def ranks(tiny: TinyModels, ray_cluster: Cluster) -> Iterator[Ranks]:
 
 
 def worker_pids() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "ray::WorkerActor" in " ".join(p.info["cmdline"] or [])]
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+    return processes_of_ray("WorkerActor")
 
 
 def test_a_killed_worker_is_named_and_close_works_twice(ranks: Ranks) -> None:
