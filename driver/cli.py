@@ -1,4 +1,4 @@
-"""The command line: `quadriga generate`, `serve`, `simulate` and helpers, also as `python -m quadriga`."""
+"""The command line: `quadriga generate`, `serve`, `simulate` and others, also as `python -m quadriga`."""
 
 from __future__ import annotations
 
