@@ -92,8 +92,8 @@ def test_streams_go_on_with_another_service(folder: Path, llm: LLM, steps: int) 
                 assert (piece.finish_reason, piece.stop_reason) == (one.finish_reason, one.stop_reason)
             assert list(unseeded)[-1].finish_reason == "length"
             assert client.reconnections == 1
-            # Only what was missing was sampled.
-            assert 60 - steps <= second.stats()["steps"] - before <= 60 - steps + 6
+            # Only what was missing was sampled; requests that come one after another share not quite all steps.
+            assert 60 - steps <= second.stats()["steps"] - before <= 60 - steps + 10
 
 
 def test_whole_texts_survive_a_restart(folder: Path, llm: LLM) -> None:
