@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import os
 import queue
 import random
 import secrets
@@ -27,6 +26,7 @@ from driver import wire
 from driver.engine import Update
 from driver.wire import Ask, ServiceUnavailable
 from parallel.channel import ChannelAddress, connect
+from parallel.wake import WakePipe
 from scheduler.params import InvalidRequest
 
 logger = logging.getLogger("quadriga.link")
@@ -85,11 +85,8 @@ class Link:
         self._heard_at = self._pinged_at = self._lost_at = time.monotonic()
         self._trouble: Exception = ServiceUnavailable("the service has not answered yet")
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
-        self.about: dict[str, Any] = {}
         self.reconnections = -1  # the first connection is none
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._waker = WakePipe()
         self._closing = False
         # Commands come in before the thread's last look or not at all. Reentrant, as a dropped stream that the
         # garbage collector closes while this thread is inside puts in one more.
@@ -124,7 +121,7 @@ class Link:
         """Says goodbye; calls that are not finished fail. May be called twice."""
         with self._lock:
             self._closing = True
-            self._wake()
+            self._waker.wake()
         self._thread.join(timeout=10)
 
     def _do(self, command: Callable[[], None]) -> None:
@@ -132,13 +129,7 @@ class Link:
             if self._closing:
                 raise ServiceUnavailable("this client is closed")
             self._inbox.put(command)
-            self._wake()
-
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"w")
-        except OSError:
-            return  # full of wake-ups, or closed by the thread at its end
+            self._waker.wake()
 
     # ---- the link's thread
 
@@ -164,12 +155,12 @@ class Link:
 
     def _wait(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
         if self._socket is not None:
             poller.register(self._socket, zmq.POLLIN)
             poller.register(self._monitor, zmq.POLLIN)
-        if self._wake_read in dict(poller.poll(200)):
-            os.read(self._wake_read, 4096)
+        if self._waker.fileno() in dict(poller.poll(200)):
+            self._waker.take()
 
     def _connect(self) -> None:
         try:
@@ -225,7 +216,6 @@ class Link:
             getattr(self, f"_on_{kind}")(*items)
 
     def _on_welcome(self, about: dict[str, Any]) -> None:
-        self.about = about
         self.reconnections += 1
         self._welcomed = True
         active, self._active = self._active, {}
@@ -363,10 +353,7 @@ class Link:
         self._fail_all(reason)
         self._disconnect()
         self._context.term()
-        with self._lock:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_write = -1
+        self._waker.close()
 
 
 def _settle(future: Future[dict[str, Any]], result: dict[str, Any] | Exception) -> None:

@@ -7,7 +7,6 @@ costs no more memory than its requests' texts: updates that cannot be sent are j
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import secrets
 import threading
@@ -22,6 +21,7 @@ from driver import wire
 from driver.engine import Update
 from driver.service import FAILED, Service
 from parallel.channel import ChannelAddress, bind
+from parallel.wake import WakePipe
 from scheduler.params import InvalidRequest
 
 logger = logging.getLogger("quadriga.port")
@@ -79,13 +79,8 @@ class Port:
         self.address: ChannelAddress = bind(self._socket, host)
         self._sessions: dict[bytes, _Session] = {}
         self._news: queue.SimpleQueue[tuple[bytes, _Session, int, Update]] = queue.SimpleQueue()
-        self._wake_write: int | None
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._woken = threading.Event()
+        self._waker = WakePipe()
         self._closing = False
-        self._lock = threading.Lock()  # the pipe must not be closed while someone writes to it
         self._thread = threading.Thread(target=self._run, name="quadriga-port", daemon=True)
 
     def start(self) -> None:
@@ -96,28 +91,24 @@ class Port:
         if self._closing:
             return
         self._closing = True
-        self._wake()
+        self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
         self._socket.close()
         self._context.term()
-        with self._lock:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_write = None
+        self._waker.close()
 
     # ---- the port's thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
         next_look = time.monotonic()
         while not self._closing:
             ready = dict(poller.poll(200))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
-            self._woken.clear()
+            if self._waker.fileno() in ready:
+                self._waker.take()
             if self._socket in ready:
                 self._take_messages()
             self._take_news()
@@ -209,17 +200,9 @@ class Port:
     def _sink(self, peer: bytes, session: _Session, number: int) -> Callable[[Update], None]:
         def sink(update: Update) -> None:
             self._news.put((peer, session, number, update))
-            self._wake()
+            self._waker.wake()
 
         return sink
-
-    def _wake(self) -> None:
-        if self._woken.is_set():
-            return
-        with self._lock:
-            self._woken.set()
-            if self._wake_write is not None:
-                os.write(self._wake_write, b"w")
 
     def _take_news(self) -> None:
         while not self._news.empty():
