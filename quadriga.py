@@ -4,8 +4,8 @@ from quadriga import LLM, Client, SamplingParams
 """
 
 from driver.handle import Client
-from driver.llm import LLM, Stream
-from driver.results import Completion, Increment
+from driver.llm import LLM
+from driver.results import Completion, Increment, Stream
 from driver.wire import Overloaded, ServiceUnavailable
 from scheduler.params import InvalidRequest, SamplingParams
 

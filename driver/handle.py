@@ -22,7 +22,7 @@ from tqdm import tqdm
 from driver.engine import Update
 from driver.intake import BYTES, paired
 from driver.link import Call, Link
-from driver.results import Completion, Increment, Prompt
+from driver.results import Completion, Increment, Prompt, Stream
 from driver.wire import Ask, ServiceUnavailable
 from parallel.channel import ChannelAddress
 from scheduler.params import InvalidRequest, SamplingParams
@@ -31,37 +31,13 @@ ANSWER_SECONDS = 10.0
 Messages = Sequence[dict[str, Any]]
 
 
-class ClientStream:
-    """An iterator over the increments of one request. Closing it early, or dropping it, aborts the request."""
+class ClientStream(Stream):
+    """A stream of a service. Its `request_id` is for Client.abort."""
 
     def __init__(self, link: Link, ask: Ask, wait: bool) -> None:
-        self._link, self._ended = link, True  # nothing to end, should there be no call
-        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._call = link.submit(ask, self._updates.put, wait)
-        self._ended = False
-
-    @property
-    def request_id(self) -> int:
-        """For Client.abort."""
-        return self._call.number
-
-    def __iter__(self) -> ClientStream:
-        return self
-
-    def __next__(self) -> Increment:
-        if self._ended:
-            raise StopIteration
-        update = self._updates.get()
-        self._ended = update.finish_reason is not None
-        return _increment(update)
-
-    def close(self) -> None:
-        if not self._ended:
-            self._ended = True
-            _abort_quietly(self._link, self._call)
-
-    def __del__(self) -> None:
-        self.close()
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._call = link.submit(ask, updates.put, wait)
+        super().__init__(self._call.number, updates, functools.partial(_abort_quietly, link, self._call))
 
 
 class Client:
@@ -128,7 +104,7 @@ class Client:
             while not ended:
                 update = await updates.get()
                 ended = update.finish_reason is not None
-                yield _increment(update)
+                yield Increment.of(update)
         finally:
             if not ended:
                 _abort_quietly(self._link, call)
@@ -250,12 +226,6 @@ def _conversation(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(item, dict) for item in messages):
         raise InvalidRequest(f"messages must be a list of mappings with role and content, got {messages!r}")
     return list(messages)
-
-
-def _increment(update: Update) -> Increment:
-    if update.error is not None:
-        raise update.error
-    return Increment(update.text, update.token_ids, update.finish_reason, update.stop_reason)
 
 
 def _results(calls: Sequence[Call], completions: list[Completion], single: bool) -> Completion | list[Completion]:

@@ -13,6 +13,8 @@ from fastapi.responses import JSONResponse
 
 from driver.config import ConfigError
 from driver.handle import Client
+from driver.service import DRAINING
+from driver.startup import READY
 from driver.wire import ServiceUnavailable
 
 STOP_SECONDS = 5
@@ -77,12 +79,12 @@ def make_app(client: Client, api_keys: Sequence[str] = ()) -> FastAPI:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 while the driver answers and its engine has not failed; 503 otherwise, with the reason."""
-        return await _state(client, ("ready", "draining"))
+        return await _state(client, (READY, DRAINING))
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """200 while requests are taken, 503 otherwise."""
-        return await _state(client, ("ready",))
+        return await _state(client, (READY,))
 
     @app.get("/stats", dependencies=[Depends(check_key)])
     async def stats() -> JSONResponse:

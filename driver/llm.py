@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from driver.config import EngineConfig
 from driver.engine import Engine, EngineDead, Sink, Update
 from driver.intake import Intake, paired
-from driver.results import Completion, Increment, Prompt
+from driver.results import Completion, Prompt, Stream
 from driver.setup import Model, Phases, read_model, start_engine
 from driver.text import TextStream
 from scheduler.params import InvalidRequest, SamplingParams
@@ -23,42 +24,6 @@ from scheduler.request import Request
 from workers.spec import WorkerReady
 
 logger = logging.getLogger("quadriga")
-
-
-class Stream:
-    """An iterator over the increments of one request."""
-
-    def __init__(
-        self, request_id: str, updates: queue.SimpleQueue[Update], abort: Callable[[Sequence[str]], None]
-    ) -> None:
-        self._request_id, self._updates, self._abort = request_id, updates, abort
-        self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        """For LLM.abort."""
-        return self._request_id
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Increment:
-        if self._ended:
-            raise StopIteration
-        update = self._updates.get()
-        self._ended = update.finish_reason is not None
-        if update.error is not None:
-            raise update.error
-        return Increment(update.text, update.token_ids, update.finish_reason, update.stop_reason)
-
-    def close(self) -> None:
-        """Aborts the request if it is still running. May be called twice."""
-        if not self._ended:
-            self._ended = True
-            self._abort([self._request_id])
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class LLM:
@@ -143,7 +108,7 @@ class LLM:
         """
         self.start()
         request = self.prepare(prompt, params or SamplingParams())
-        return Stream(request.id, self._submit([request]), self._abort)
+        return Stream(request.id, self._submit([request]), functools.partial(self.abort, request.id))
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Completes a conversation of {"role", "content"} messages, laid out by the model's chat template."""
@@ -234,7 +199,8 @@ class LLM:
                         left -= 1
                         bar.update()
         except BaseException:  # an interrupt, say: nobody will read these any more
-            self._abort(by_id)
+            for request_id in by_id:
+                self.abort(request_id)
             raise
         for completion in completions:
             if completion.error is not None and not isinstance(completion.error, InvalidRequest):
@@ -246,10 +212,6 @@ class LLM:
         for request in requests:
             self.submit(request, updates.put)
         return updates
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self.abort(request_id)
 
 
 def _shut_down(engine: Engine) -> None:

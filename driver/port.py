@@ -19,7 +19,8 @@ import zmq
 
 from driver import wire
 from driver.engine import Update
-from driver.service import FAILED, Service
+from driver.service import Service
+from driver.startup import FAILED
 from parallel.channel import ChannelAddress, bind
 from parallel.wake import WakePipe
 from scheduler.params import InvalidRequest

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from driver.engine import Update
@@ -59,3 +60,40 @@ class Increment:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
+
+    @classmethod
+    def of(cls, update: Update) -> Increment:
+        """Raises what the request has failed with."""
+        if update.error is not None:
+            raise update.error
+        return cls(update.text, update.token_ids, update.finish_reason, update.stop_reason)
+
+
+class Stream:
+    """An iterator over the increments of one request. Closing it early, or dropping it, aborts the request."""
+
+    _ended = True  # nothing to abort, should it never have begun
+
+    def __init__(self, request_id: str | int, updates: queue.SimpleQueue[Update], abort: Callable[[], None]) -> None:
+        """request_id: what the `abort` of whoever made the stream takes. abort: ends the request if it still runs."""
+        self.request_id, self._updates, self._abort = request_id, updates, abort
+        self._ended = False
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Increment:
+        if self._ended:
+            raise StopIteration
+        update = self._updates.get()
+        self._ended = update.finish_reason is not None
+        return Increment.of(update)
+
+    def close(self) -> None:
+        """Aborts the request if it is still running. May be called twice."""
+        if not self._ended:
+            self._ended = True
+            self._abort()
+
+    def __del__(self) -> None:
+        self.close()

@@ -18,6 +18,7 @@ from driver.config import ConfigError, EngineConfig
 from driver.executor import WorkerFailed
 from driver.handle import Client
 from driver.options import engine_options
+from driver.startup import FAILED, READY
 
 logger = logging.getLogger("quadriga.serve")
 
@@ -32,7 +33,7 @@ class Host(Protocol):
     """Where the driver lives while `serve` runs: in an actor, or in this process."""
 
     def status(self) -> dict[str, Any]:
-        """As DriverActor.status."""
+        """As StartStatus.now."""
 
     def connect(self) -> Client:
         """A handle that owns the service."""
@@ -157,9 +158,9 @@ def _show_start(status: Callable[[], dict[str, Any]], stop: threading.Event) -> 
     try:
         while not stop.is_set():
             now = status()
-            if now["state"] == "failed":
+            if now["state"] == FAILED:
                 raise StartFailed(now["error"]) if now["input_fault"] else WorkerFailed(now["error"])
-            if now["state"] == "ready":
+            if now["state"] == READY:
                 break
             if now["phase"] != phase:
                 phase = now["phase"]
@@ -198,5 +199,5 @@ def _wait(stop: threading.Event, status: Callable[[], dict[str, Any]]) -> None:
     """Until told to stop, or until the service has failed for good."""
     while not stop.wait(1.0):
         now = status()
-        if now["state"] == "failed":
+        if now["state"] == FAILED:
             raise WorkerFailed(f"the service has failed: {now['error']}")

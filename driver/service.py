@@ -9,12 +9,13 @@ from typing import Any
 
 from driver.engine import EngineDead, Sink, Update
 from driver.llm import LLM
+from driver.startup import FAILED, READY
 from driver.wire import Ask, Overloaded, ServiceUnavailable
 from scheduler.request import Request
 
 logger = logging.getLogger("quadriga.service")
 
-READY, DRAINING, FAILED = "ready", "draining", "failed"
+DRAINING = "draining"  # beside what StartStatus knows
 
 
 class Service:

@@ -18,14 +18,13 @@ import ray
 
 from driver.cluster import join, running_clusters
 from driver.config import ConfigError
-from driver.errors import is_input_fault
+from driver.startup import FAILED, READY, StartStatus
 from driver.wire import SILENCE_SECONDS, ServiceUnavailable
 from parallel.channel import ChannelAddress
 
 logger = logging.getLogger("quadriga.service")
 
 NAMESPACE = "quadriga"
-STARTING, READY, FAILED = "starting", "ready", "failed"
 OWNER_SECONDS = 10.0  # an owner unheard of for so long is gone, and the service ends
 LOOKUP_SECONDS = 5.0
 
@@ -50,7 +49,7 @@ class DriverActor:
         """options: fields of EngineConfig."""
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._options, self._settings = dict(options), settings
-        self._status: dict[str, Any] = {"state": STARTING, "phase": "process", "share": None, "seconds": {}}
+        self._status = StartStatus()
         self._llm: Any = None
         self._port: Any = None
         self._stopping = threading.Lock()
@@ -58,15 +57,14 @@ class DriverActor:
         threading.Thread(target=self._live, name="quadriga-driver", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
-        """state (starting, ready, failed); phase of the start and the share of it that is done, where known; seconds
-        of the phases that are done; error and input_fault where it has failed; restarted; pid."""
-        return {**self._status, "restarted": self._restarted, "pid": os.getpid()}
+        """StartStatus.now, restarted and pid."""
+        return {**self._status.now, "restarted": self._restarted, "pid": os.getpid()}
 
     def address(self) -> ChannelAddress | None:
         """Where handles connect; None while it starts. Raises ServiceUnavailable when it has failed."""
-        if self._status["state"] == FAILED:
-            raise ServiceUnavailable(f"the service has failed: {self._status['error']}")
-        return self._port.address if self._status["state"] == READY else None
+        if self._status.state == FAILED:
+            raise ServiceUnavailable(f"the service has failed: {self._status.now['error']}")
+        return self._port.address if self._status.state == READY else None
 
     def stop(self, drain_seconds: float) -> int:
         """Drains and ends engine, workers and port. Returns how many requests had to be aborted."""
@@ -89,7 +87,7 @@ class DriverActor:
             logger.exception("the service could not start")
             if self._llm is not None:
                 self._llm.close()
-            self._status.update(state=FAILED, error=str(error), input_fault=is_input_fault(error))
+            self._status.failed(error)
             self._wait_for_owner()
             return
         self._watch()
@@ -99,15 +97,14 @@ class DriverActor:
         from driver.port import Port
         from driver.service import Service
 
-        self._status["phase"] = "model files"
+        self._status.begin("model files")
         self._llm = llm = LLM(start=False, service_name=self._settings.name, **self._options)
-        llm.phases.on_begin = lambda name: self._status.update(phase=name, share=None)
-        llm.phases.on_share = lambda share: self._status.update(share=share)
+        self._status.follow(llm.phases)
         llm.start()
         service = Service(llm, self._settings.max_queued_requests, self._settings.model_name)
         self._port = Port(service, ray.util.get_node_ip_address(), restarts=True)
         self._port.start()
-        self._status.update(state=READY, phase=None, share=None, seconds=dict(llm.phases.times))
+        self._status.ready(llm.phases)
 
     def _watch(self) -> None:
         """Ends the process when the engine has failed, for Ray to start it again, and the service with its owner."""
