@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from scheduler.blocks import BlockPool
-from scheduler.budget import TokenBudget
+from scheduler.budget import StepBudget, TokenBudget
 from scheduler.decoding import DecodingSet
 from scheduler.frame import StepResult
 from scheduler.limits import Limits
@@ -93,14 +93,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step's plan, or None when nothing can be computed before further results are in."""
-        plan = StepPlan(self.epoch, self._step, agreed=self._agreed)
-        draft = Draft(plan, self.budget.for_step(0, 0))
+        draft = Draft(StepPlan(self.epoch, self._step, agreed=self._agreed))
         if self.limits.chunked_prefill:
             self._schedule_decodes(draft)
             self._schedule_begun_prefills(draft)
             self._admit_waiting(draft)
             self._fill_up(draft)
         else:
+            draft.budget = self._budget_beside([])
             self._admit_waiting(draft)
             if not draft.chunks:
                 self._schedule_decodes(draft)
@@ -165,9 +165,7 @@ class Scheduler:
             ):
                 request.last_step = step
                 draft.decodes.append(request)
-        if draft.decodes:
-            context = sum([request.scheduled for request in draft.decodes]) + len(draft.decodes)
-            draft.budget = self.budget.for_step(len(draft.decodes), context)
+        draft.budget = self._budget_beside(draft.decodes)
 
     def _schedule_begun_prefills(self, draft: Draft) -> None:
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
@@ -198,6 +196,12 @@ class Scheduler:
                 self._extend(draft, chunk, more)
 
     # ---- pieces
+
+    def _budget_beside(self, decodes: list[Request]) -> StepBudget:
+        """What these decodes leave for prefill. Their contexts are summed only where a target makes them count."""
+        counts = self.budget.target_seconds is not None
+        context = sum([request.scheduled for request in decodes]) + len(decodes) if counts else 0
+        return self.budget.for_step(len(decodes), context)
 
     def _must_let_others_pass(self, request: Request) -> bool:
         """Whether a long prompt must wait because as many as may are in mid-prefill already."""

@@ -54,10 +54,10 @@ class BegunChunk:
 
 @dataclass(slots=True)
 class Draft:
-    """The step being put together."""
+    """The step being put together. budget: what is left for prefill, once the decodes are known."""
 
     plan: StepPlan
-    budget: StepBudget
+    budget: StepBudget = field(init=False)
     chunks: list[BegunChunk] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
     preempted: bool = False
