@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from driver import cli
+from driver.llm import LLM
+from tests.driver.serving import Place, open_llm, open_place
 from tests.models import make_byte_tokenizer, make_tiny_model
 
 
@@ -37,6 +39,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny llama with a byte tokenizer. Not to be changed: copy it."""
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
     return make_byte_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    """The tiny model, started; modules that want it otherwise have a fixture of their own."""
+    with open_llm(folder) as llm:
+        yield llm
+
+
+@pytest.fixture
+def place(llm: LLM) -> Iterator[Place]:
+    """A service on that model, and its port."""
+    with open_place(llm) as place:
+        yield place
 
 
 @pytest.fixture

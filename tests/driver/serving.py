@@ -30,7 +30,7 @@ def open_llm(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **{**defaults, **options})
 
 
-def greedy_params(max_tokens: int = 12, **fields: Any) -> SamplingParams:
+def greedy_params(max_tokens: int | None = 12, **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ from tests.driver.serving import (
 
 OTHERS = ["a", "Once upon a time", "x" * 40]
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder) as llm:
-        yield llm
-
-
-@pytest.fixture
-def place(llm: LLM) -> Iterator[Place]:
-    with open_place(llm) as place:
-        yield place
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,6 @@ from driver.wire import ServiceUnavailable
 from parallel.channel import ChannelAddress, bind
 from scheduler.params import SamplingParams
 from tests.driver.serving import PROMPT, Brake, Place, all_free, greedy_params, open_llm, open_place, wait_until
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder) as llm:
-        yield llm
-
-
-@pytest.fixture
-def place(llm: LLM) -> Iterator[Place]:
-    with open_place(llm) as place:
-        yield place
 
 
 class Address:

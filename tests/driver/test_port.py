@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,6 @@ from tests.driver.serving import (
     Place,
     all_free,
     greedy_params,
-    open_llm,
     open_place,
     wait_until,
 )
@@ -43,18 +41,6 @@ for piece in client.stream(prompt, params):
     print("piece", flush=True)
 print(repr((tokens, text, piece.finish_reason, client.reconnections)), flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder) as llm:
-        yield llm
-
-
-@pytest.fixture
-def place(llm: LLM) -> Iterator[Place]:
-    with open_place(llm) as place:
-        yield place
 
 
 @pytest.fixture

@@ -21,12 +21,6 @@ LENGTH = 24
 REPLACEMENT = "\ufffd"
 
 
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder) as llm:
-        yield llm
-
-
 @pytest.fixture
 def service(llm: LLM) -> Iterator[Service]:
     yield Service(llm, 1000)
