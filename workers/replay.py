@@ -139,6 +139,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.computing: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here. True would have torch import its compiler, more than a second, in the first step.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (func.is_view or func.overloadpacket is torch.ops.aten.empty):
             self.computing.add(str(func))
