@@ -227,7 +227,7 @@ class Engine:
         self._last_done = now
         if self._trace:
             self._trace.done(step, result, seconds)
-        self.scheduler.budget.observe(step.work, step.predicted, seconds)
+        self.scheduler.budget.observe(step.work, seconds)
         self._late.report(self.scheduler, now)
 
     def _tell(self, live: _Live, text: str, token_ids: list[int], now: float) -> None:

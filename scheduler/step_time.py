@@ -25,7 +25,8 @@ KINDS = 256
 STEPS_PER_FIT = 16  # ... or what half a second's worth of steps is, where steps are long
 SECONDS_PER_FIT = 0.5
 FEWEST_SAMPLES = 12
-RECENT = 15  # steps that tell how fast the machine is now
+RECENT = 15  # steps that tell how fast the machine is now ...
+FEWEST_RECENT = 5  # ... from this many on, so that no hiccup passes for its pace
 OUTLIER = 1.8  # a step this many times slower than the recent median of its like is a hiccup, not information
 RIDGE = 1e-3  # how much the costs of before weigh; only what the samples do not tell is decided by it
 
@@ -141,7 +142,7 @@ class StepTimeModel:
 
     def _update_drift(self) -> None:
         ratios = sorted(seconds / max(self.costs.seconds(work), 1e-9) for work, seconds in self._recent)
-        self.drift = ratios[len(ratios) // 2] if ratios else 1.0
+        self.drift = ratios[len(ratios) // 2] if len(ratios) >= FEWEST_RECENT else 1.0
 
     def _remember(self, work: StepWork, seconds: float) -> None:
         kind = tuple(value.bit_length() for value in _values(work))

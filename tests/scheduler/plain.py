@@ -92,8 +92,9 @@ class PlainScheduler:
         left = self.limits.max_num_batched_tokens - len(self.decodes) - sum(map(len, self.chunks.values()))
         if self.target is None or not self.decodes:
             return left
-        first = self.chunks[request].start if request in self.chunks else start
-        for length in range(left, MIN_PREFILL_TOKENS - 1, -1):
+        begun = request in self.chunks
+        first = self.chunks[request].start if begun else start
+        for length in range(left, 0 if begun else min(MIN_PREFILL_TOKENS, left) - 1, -1):
             if self.costs.seconds(self.work({**self.chunks, request: range(first, start + length)})) <= self.target:
                 return length
         return 0 if self.chunks else min(MIN_PREFILL_TOKENS, left)  # prefill must not stand still

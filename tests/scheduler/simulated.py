@@ -160,7 +160,7 @@ class SimulatedEngine:
             self.touched.popleft()
             entry = self.scheduler.in_flight[0]
             if entry.predicted:
-                self.scheduler.budget.observe(entry.work, entry.predicted, entry.predicted * slower)
+                self.scheduler.budget.observe(entry.work, entry.predicted * slower)
             self.scheduler.update(StepResult(plan.epoch, plan.step, tokens, 0.0), 0)
             self.scheduler.check()
 
