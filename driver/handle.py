@@ -127,15 +127,15 @@ class Client:
         """Totals since the service's start and its present load. Raises ServiceUnavailable."""
         return _answer(self._link.query("stats"))
 
-    def health(self) -> dict[str, Any]:
-        """The service's state and load. Raises ServiceUnavailable when it does not answer."""
-        return _answer(self._link.query("health"))
+    def health(self, timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """The service's state and load. Raises ServiceUnavailable when it does not answer in time."""
+        return _answer(self._link.query("health"), timeout_seconds)
 
     async def astats(self) -> dict[str, Any]:
         return await _aanswer(self._link.query("stats"))
 
-    async def ahealth(self) -> dict[str, Any]:
-        return await _aanswer(self._link.query("health"))
+    async def ahealth(self, timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        return await _aanswer(self._link.query("health"), timeout_seconds)
 
     @property
     def connected(self) -> bool:
@@ -251,15 +251,15 @@ def _abort_quietly(link: Link, call: Call) -> None:
         return  # the client is closed, and its requests are aborted with it
 
 
-def _answer(future: Future[dict[str, Any]]) -> dict[str, Any]:
+def _answer(future: Future[dict[str, Any]], seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     try:
-        return future.result(ANSWER_SECONDS)
+        return future.result(seconds)
     except FutureTimeout:
-        raise ServiceUnavailable(f"the service has not answered within {ANSWER_SECONDS:g} s") from None
+        raise ServiceUnavailable(f"the service has not answered within {seconds:g} s") from None
 
 
-async def _aanswer(future: Future[dict[str, Any]]) -> dict[str, Any]:
+async def _aanswer(future: Future[dict[str, Any]], seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_SECONDS)
+        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
     except asyncio.TimeoutError:
-        raise ServiceUnavailable(f"the service has not answered within {ANSWER_SECONDS:g} s") from None
+        raise ServiceUnavailable(f"the service has not answered within {seconds:g} s") from None

@@ -68,8 +68,8 @@ class InlineHost:
 class ActorHost:
     """The driver in a named, detached actor, on the cluster that runs or on a private one."""
 
-    def __init__(self, options: dict[str, Any], settings: Any, replace: bool) -> None:
-        """settings: ServiceSettings. Raises ConfigError when the name is taken."""
+    def __init__(self, options: dict[str, Any], settings: Any, replace: bool, drain_seconds: float) -> None:
+        """settings: ServiceSettings. replace, drain_seconds: as in start_service, and its errors."""
         from driver.cluster import Cluster
         from driver.service_actor import start_service
 
@@ -79,7 +79,7 @@ class ActorHost:
             if self._cluster.private and not settings.owned:
                 raise ServiceUnavailable("there is no running Ray cluster to leave a service on; start one: ray start")
             # The actor is on the cluster already, whichever way this process got there.
-            self._actor = start_service({**options, "ray_address": "auto"}, settings, replace)
+            self._actor = start_service({**options, "ray_address": "auto"}, settings, replace, drain_seconds)
         except BaseException:
             self._cluster.close()
             raise

@@ -18,6 +18,7 @@ from driver.startup import READY
 from driver.wire import ServiceUnavailable
 
 STOP_SECONDS = 5
+HEALTH_SECONDS = 2.0  # probes do not wait longer for an answer than that
 
 
 class HttpServer:
@@ -100,7 +101,7 @@ async def _state(client: Client, good: tuple[str, ...]) -> JSONResponse:
     if not client.connected:
         return JSONResponse({"state": "unavailable", "error": "the driver does not answer"}, 503)
     try:
-        health = await client.ahealth()
+        health = await client.ahealth(HEALTH_SECONDS)
     except ServiceUnavailable as error:
         return JSONResponse({"state": "unavailable", "error": str(error)}, 503)
     return JSONResponse(health, 200 if health["state"] in good else 503)

@@ -67,9 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds that running requests get to finish on SIGTERM or SIGINT",
+        help="seconds that running requests get to finish on SIGTERM or SIGINT, or when replaced",
     )
-    group.add_argument("--replace", action="store_true", help="end a running service of this name first")
+    group.add_argument("--replace", action="store_true", help="drain and end a running service of this name first")
     group.add_argument(
         "--detach", action="store_true", help="leave the service running on the Ray cluster and return when it is ready"
     )
@@ -131,7 +131,7 @@ def _make_host(args: argparse.Namespace, options: dict[str, Any]) -> Host:
     from driver.service_actor import ServiceSettings
 
     settings = ServiceSettings(args.name, args.max_queued_requests, not args.detach, args.served_model_name)
-    return ActorHost({**options, "executor": "ray"}, settings, args.replace)
+    return ActorHost({**options, "executor": "ray"}, settings, args.replace, args.drain_seconds)
 
 
 def _stop_on_signals() -> threading.Event:

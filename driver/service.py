@@ -32,7 +32,7 @@ class Service:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._live: set[str] = set()
-        self._draining = False
+        self._draining = self._hurried = False
         self._began = time.monotonic()
 
     @property
@@ -87,13 +87,19 @@ class Service:
         """Refuses new requests and waits for the others; after `seconds` these are aborted. Returns how many were."""
         with self._idle:
             self._draining = True  # no request slips in behind the last look
-            self._idle.wait_for(lambda: not self._live, timeout=seconds)
+            self._idle.wait_for(lambda: self._hurried or not self._live, timeout=seconds)
             left = list(self._live)
             for request_id in left:
                 self.llm.abort(request_id)
             # Their last updates are on the way to the sinks.
             self._idle.wait_for(lambda: not self._live, timeout=5)
         return len(left)
+
+    def hurry(self) -> None:
+        """Ends the patience of a `drain`."""
+        with self._idle:
+            self._hurried = True
+            self._idle.notify_all()
 
     # ---- pieces
 

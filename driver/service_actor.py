@@ -125,6 +125,7 @@ class DriverActor:
             patience = OWNER_SECONDS if port.owner_seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
             if port.owner_left or silent > patience:
                 logger.warning("the owner has left; the service ends")
+                port.service.hurry()  # it may have left amid a drain that it asked for
                 self.stop(0.0)
                 self._end()
                 return
@@ -196,8 +197,11 @@ def find_actor(name: str) -> Any:
         ) from error
 
 
-def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace: bool) -> Any:
-    """Makes the driver actor. Raises ConfigError when the name is taken and not to be replaced."""
+def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace: bool, drain_seconds: float) -> Any:
+    """Makes the driver actor. Raises ConfigError when the name is taken and not to be replaced.
+
+    drain_seconds: what the running requests of a service that is replaced get to finish.
+    """
     try:
         old = find_actor(settings.name)
     except ServiceUnavailable:
@@ -207,7 +211,9 @@ def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace
             raise ConfigError(
                 f"a service named {settings.name!r} runs on this Ray cluster already; use another name, or --replace"
             )
-        end_service(old, drain_seconds=0.0)
+        logger.warning("service %r is drained and replaced", settings.name)
+        aborted = end_service(old, drain_seconds)
+        logger.warning("the old service has ended; %d of its requests were aborted", aborted)
     return (
         ray.remote(DriverActor)
         .options(

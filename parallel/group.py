@@ -77,11 +77,25 @@ class TensorParallelGroup:
 
 
 def open_store(host: str, size: int, timeout_seconds: float) -> tuple[dist.TCPStore, int]:
-    """Rank 0's meeting point on `host`. The port is bound before it is returned, so no other process can take it."""
-    store = dist.TCPStore(
-        host, 0, world_size=size, is_master=True, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False
-    )
-    return store, store.port
+    """Rank 0's meeting point, which listens on `host` alone; left to itself, torch would listen on every interface.
+
+    The port is bound before it is returned, so no other process can take it.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(address)
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size=size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
 
 
 def join_store(host: str, port: int, size: int, timeout_seconds: float) -> dist.TCPStore:

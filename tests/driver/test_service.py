@@ -176,7 +176,8 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(llm: LLM) -> None:
     assert (running.tokens, running.end) == (whole.tokens, ("length", None))
 
 
-def test_draining_aborts_what_takes_too_long(llm: LLM) -> None:
+@pytest.mark.parametrize("hurried", [False, True])
+def test_draining_aborts_what_takes_too_long(llm: LLM, hurried: bool) -> None:
     service = Service(llm, 10)
     with Brake(llm, 5) as brake:
         running = [run_ask(service, Ask(PROMPT, greedy_params(200))) for _ in range(3)]
@@ -187,8 +188,10 @@ def test_draining_aborts_what_takes_too_long(llm: LLM) -> None:
             brake.allow(1)
 
         threading.Thread(target=let_the_engine_hear).start()
+        if hurried:
+            threading.Timer(0.2, service.hurry).start()
         began = time.monotonic()
-        assert service.drain(0.2) == 3
+        assert service.drain(60 if hurried else 0.2) == 3
         assert time.monotonic() - began < 5
     assert [sink.wait().end[0] for sink in running] == ["abort"] * 3
     assert wait_until(lambda: all_free(llm))

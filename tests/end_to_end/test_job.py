@@ -34,11 +34,23 @@ def note(code):
 """
 
 
+# A stream that goes on for longer than a job that is stopped may.
+STREAM = """
+import sys
+from quadriga import Client, SamplingParams
+
+client = Client.connect(address=f"127.0.0.1:{sys.argv[1]}")
+for piece in client.stream("Once", SamplingParams(max_tokens=8000, temperature=0, ignore_eos=True)):
+    print("token", flush=True)
+"""
+
+
 @dataclass(frozen=True)
 class JobCluster:
     """python: has the dependencies and not this project. dashboard: URL of the jobs interface."""
 
     python: str
+    port: int
     environment: dict[str, str]
     dashboard: str
 
@@ -54,7 +66,7 @@ def job_cluster() -> Iterator[JobCluster]:
         environment = ray_environment(PATH=f"{Path(python).parent}:{os.environ['PATH']}")
         del environment["PYTHONPATH"]
         port, dashboard, client, agent = free_ports(4)
-        cluster = JobCluster(python, environment, f"http://127.0.0.1:{dashboard}")
+        cluster = JobCluster(python, port, environment, f"http://127.0.0.1:{dashboard}")
         command = cluster.ray("start", "--head", "--block", "--node-ip-address", "127.0.0.1", "--num-cpus", "3")
         command += ["--port", str(port), "--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
         command += ["--dashboard-agent-listen-port", str(agent), "--temp-dir", str(folder / "ray")]
@@ -123,7 +135,7 @@ def submit(cluster: JobCluster, working_dir: Path, variables: dict[str, str], wo
     return subprocess.Popen([*command, "--", *words], env=cluster.environment, cwd=working_dir, text=True, **pipes)
 
 
-def test_a_submitted_job_brings_its_code_and_ends_with_all_its_workers(
+def test_a_submitted_job_brings_its_code_and_stopped_amid_a_stream_it_ends_with_all_its_workers(
     job_cluster: JobCluster, working_dir: Path, smollm2: Path, tmp_path: Path
 ) -> None:
     notes, (port,) = tmp_path / "notes", free_ports(1)
@@ -145,11 +157,17 @@ def test_a_submitted_job_brings_its_code_and_ends_with_all_its_workers(
         names = {path.name for path in uploaded.iterdir()} - {"__pycache__", ".gitignore", ".rayignore"}
         assert names == {*PACKAGES, "quadriga.py", "only_here.py"}
 
+        words = [job_cluster.python, "-c", STREAM, str(job_cluster.port)]
+        pipes = {"stdout": subprocess.PIPE, "text": True}
+        stream = subprocess.Popen(words, env=job_cluster.environment, cwd=working_dir, **pipes)
+        assert "token" in stream.stdout.readline()
         stop = job_cluster.ray("job", "stop", "--address", job_cluster.dashboard, "served")
         subprocess.run(stop, env=job_cluster.environment, check=True, capture_output=True, timeout=SECONDS)
         pids = [note["pid"] for note in found]
         assert until(lambda: not any(map(psutil.pid_exists, pids)), 25)
-        assert "stopped; 0 requests were aborted" in process.communicate(timeout=SECONDS)[0]
+        assert "draining, for 30 s at most" in process.communicate(timeout=SECONDS)[0]
+        stream.kill()
+        stream.communicate()
     finally:
         process.kill()
         process.communicate()

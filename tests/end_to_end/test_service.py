@@ -138,15 +138,18 @@ def test_a_name_is_taken_until_it_is_replaced(start: Start, client: Callable[[st
     stream = handle.stream(PROMPT, PARAMS[1])
     next(stream)
     pid = status_of("one")["pid"]
-    for worker in processes_of_ray("WorkerActor"):  # so that the stream is not over before the other has come
+    for worker in (workers := processes_of_ray("WorkerActor")):  # so that the other finds the stream running
         os.kill(worker, signal.SIGSTOP)
     successor = start("one", "--executor", "ray", "--replace", "--detach")
+    assert successor.wait_for("service 'one' is drained and replaced")
+    for worker in workers:
+        os.kill(worker, signal.SIGCONT)
     assert successor.wait(60) == 0
     assert "service 'one' is ready" in successor.text
     assert status_of("one")["pid"] != pid
     assert first.wait(30) == 1, first.text
     assert "the service has failed" in first.lines[-1]
-    assert list(stream)[-1].finish_reason == "abort"
+    assert list(stream)[-1].finish_reason == "length", "a running request was not left to finish"
     # The handle finds the successor; neither its predecessor's owner nor its own command takes that along.
     assert handle.generate(PROMPT, PARAMS[1]).output_token_ids == whole.output_token_ids
     assert handle.reconnections == 1
