@@ -63,7 +63,7 @@ class ModelRunner:
         layout = HeadLayout(len(shard.heads.q_heads), len(shard.heads.kv_heads), arch.head_dim)
         self.cache_shape = CacheShape(arch.num_layers, spec.block_size, layout.num_kv_heads, arch.head_dim, dtype)
         self.backend = make_backend(spec.attention_backend, layout, arch.head_dim**-0.5, device)
-        self.sampler = Sampler(arch.vocab_size, group, device)
+        self.sampler = Sampler(arch.vocab_size, group, device, self.kernels)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // spec.block_size), spec.block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
