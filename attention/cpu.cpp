@@ -5,12 +5,13 @@
 //     rows of the unit    q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...     (so that keys and values are read once for the group)
 //     keys of the unit    walked in tiles of KEYS, with a running maximum and sum for each row (online softmax)
 //
-// A single query's context is cut into spans of SPAN keys, which any threads compute; who finishes last merges them in
-// order. Spans depend on positions alone, so that neither threads nor neighbours change a row's result.
+// A row's context is cut into spans of SPAN keys, whose results are merged in order. Those of a single query are units
+// of their own, which any threads compute; who finishes last merges. Tiles and spans depend on positions alone and every
+// sum has one order, so that a row's result is the same to the bit whatever threads, neighbours and chunks there are.
 #include "vector.h"
 
 constexpr int KEYS = 64, SPAN = 256, MOST_ROWS = 96;
-constexpr int FEW_ROWS = 6;  // up to here, dot products with keys as they lie beat transposing them
+constexpr int FEW_ROWS = 6;  // up to here, values are used where they lie rather than widened first
 
 struct Arguments {
     int64_t format, threads;
@@ -34,7 +35,7 @@ struct Unit {
 };
 
 struct Memory {
-    std::vector<float> query, keys, values, scores, sums, top, total;
+    std::vector<float> query, keys, values, scores, sums, top, total, merged;
     std::vector<uint32_t> pairs, transposed;
 };
 
@@ -67,6 +68,23 @@ static inline void transpose_square(const uint32_t* from, int64_t stride, uint32
     }
 }
 #endif
+
+// Merges the result of a span into that of the spans before it: top, total, sums [padded]. One function for all, lest
+// the compiler round differently here and there.
+__attribute__((noinline)) static void merge_span(float* merged, float top, float total, const float* sums, int64_t padded) {
+    const float highest = std::max(merged[0], top);
+    if (highest == -INFINITY) return;  // no key has been seen
+    const float fade = exponential(spread(merged[0] - highest))[0], weight = exponential(spread(top - highest))[0];
+    merged[0] = highest;
+    merged[1] = merged[1] * fade + total * weight;
+    for (int64_t d = 2; d < padded + 2; d += LANES)
+        store(merged + d, load(merged + d) * fade + load(sums + d - 2) * weight);
+}
+
+static void clear_span(float* merged, int64_t padded) {
+    std::fill(merged, merged + padded + 2, 0.f);
+    merged[0] = -INFINITY;
+}
 
 // [KEYS, width] words -> [width, KEYS]; width is a multiple of 16.
 static void transpose(const uint32_t* from, int64_t width, uint32_t* to) {
@@ -111,6 +129,11 @@ private:
 #else
     static constexpr bool PAIRS = false;
 #endif
+#if defined(WIDE)
+    static constexpr bool WORDS = PAIRS || std::is_same_v<T, float>;  // keys can be transposed where they lie
+#else
+    static constexpr bool WORDS = false;
+#endif
     const Arguments& a;
     Member* const member;
     const int64_t dim, padded, wide;
@@ -139,7 +162,7 @@ private:
         for (int64_t tile = (request.queries - 1) / most; tile >= 0; tile--) {
             const int64_t query = tile * most, queries = std::min(most, request.queries - query);
             const int64_t position = request.context - request.queries + query;
-            const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+            const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) / KEYS * KEYS : 0;
             const int64_t end = position + queries, span = queries == 1 ? SPAN : end;
             const int64_t first_span = first / span, spans = (end - 1) / span - first_span + 1;
             for (int64_t head = 0; head < a.kv_heads; head++) {
@@ -202,47 +225,63 @@ private:
             widen(query_of(unit, r), query + r * padded);
             if (PAIRS) pad(query_of(unit, r), memory.pairs.data() + r * padded / 2);
         }
-        std::fill(sums, sums + rows * padded, 0.f);
-        std::fill(top, top + rows, -INFINITY);
-        std::fill(total, total + rows, 0.f);
+        scratch(memory.merged, rows * wide);
+        for (int64_t r = 0; r < rows; r++) clear_span(memory.merged.data() + r * wide, padded);
         for (int64_t first = unit.first_key; first < unit.end_key; first += KEYS) {
-            const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
-            if (rows <= FEW_ROWS && dim == padded) {
-                score_few(unit, first, keys, memory);
-                soften(unit, first, memory);
-                sum_few(unit, first, keys, memory);
-            } else {
-                score_many(unit, first, keys, memory);
-                soften(unit, first, memory);
-                sum_many(unit, first, keys, memory);
+            if (first % SPAN == 0 || first == unit.first_key) {
+                std::fill(sums, sums + rows * padded, 0.f);
+                std::fill(top, top + rows, -INFINITY);
+                std::fill(total, total + rows, 0.f);
             }
+            const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
+            score(unit, first, keys, memory);
+            soften(unit, first, memory);
+            rows <= FEW_ROWS && dim == padded ? sum_few(unit, first, keys, memory) : sum_many(unit, first, keys, memory);
+            if ((first + KEYS) % SPAN == 0 || first + KEYS >= unit.end_key)
+                for (int64_t r = 0; r < rows; r++)
+                    merge_span(memory.merged.data() + r * wide, top[r], total[r], sums + r * padded, padded);
         }
         finish(unit, memory);
     }
 
-    // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used. Keys are read as they lie.
-    void score_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
-        const int64_t rows = rows_of(unit), stride = a.kv_heads * dim;
-        float* scores = memory.scores.data();
-        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
-            const T* key = (const T*)a.key_pages + entry;
-            for (int64_t j = i; j < i + count; j++, key += stride)
-                for (int64_t r = 0; r < rows; r++) scores[r * KEYS + j] = sum(dot(memory, r, key));
-        });
+    // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used. Keys are transposed, which makes of
+    // the scores a product like any other.
+    void score(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        const int64_t rows = rows_of(unit), width = PAIRS ? padded / 2 : padded;
+        uint32_t* transposed = memory.transposed.data();
+        WORDS && dim == padded && a.block_size % 16 == 0 ? transpose_pages(unit, first, keys, transposed)
+                                                         : transpose_copies(unit, first, keys, memory);
+        for (int64_t j = 0; j < keys; j += COLUMNS) {
+            float* scores = memory.scores.data() + j;
+            if constexpr (PAIRS)
+                product(memory.pairs.data(), width, transposed + j, KEYS, width, scores, KEYS, false, rows);
+            else
+                product(memory.query.data(), width, (float*)transposed + j, KEYS, width, scores, KEYS, false, rows);
+        }
     }
 
-    floats dot(const Memory& memory, int64_t row, const T* key) const {
-        floats total = {};
-#if defined(BF16_PAIRS)
-        if constexpr (PAIRS) {
-            const uint32_t* query = memory.pairs.data() + row * padded / 2;
-            for (int64_t d = 0; d < dim / 2; d += LANES) total = step_pairs(total, query + d, (const uint32_t*)key + d);
-            return total;
-        }
+    void transpose_pages(const Unit& unit, int64_t first, int64_t keys, uint32_t* transposed) const {
+#if defined(WIDE)
+        const int64_t words = dim * sizeof(T) / 4, stride = a.kv_heads * words;
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const uint32_t* key = (const uint32_t*)((const T*)a.key_pages + entry);
+            for (int64_t j = 0; j < count; j += 16)
+                for (int64_t column = 0; column < words; column += 16)
+                    transpose_square(key + j * stride + column, stride, transposed + column * KEYS + i + j, KEYS);
+        });
 #endif
-        const float* query = memory.query.data() + row * padded;
-        for (int64_t d = 0; d < dim; d += LANES) total += load(query + d) * load(key + d);
-        return total;
+    }
+
+    void transpose_copies(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        const int64_t width = PAIRS ? padded / 2 : padded;
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const T* key = (const T*)a.key_pages + entry;
+            for (int64_t j = i; j < i + count; j++, key += a.kv_heads * dim) {
+                float* row = memory.keys.data() + j * width;
+                PAIRS ? pad(key, row) : widen(key, row);
+            }
+        });
+        transpose((const uint32_t*)memory.keys.data(), width, memory.transposed.data());
     }
 
     void sum_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
@@ -252,27 +291,6 @@ private:
                 product(memory.scores.data() + i, KEYS, (const T*)a.value_pages + entry + d, stride, count,
                         memory.sums.data() + d, padded, true, rows);
         });
-    }
-
-    // The same for many rows: keys are transposed, which makes of the scores a product like any other.
-    void score_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
-        const int64_t rows = rows_of(unit), width = PAIRS ? padded / 2 : padded;
-        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
-            const T* key = (const T*)a.key_pages + entry;
-            for (int64_t j = i; j < i + count; j++, key += a.kv_heads * dim) {
-                float* row = memory.keys.data() + j * width;
-                PAIRS ? pad(key, row) : widen(key, row);
-            }
-        });
-        uint32_t* transposed = memory.transposed.data();
-        transpose((const uint32_t*)memory.keys.data(), width, transposed);
-        for (int64_t j = 0; j < KEYS; j += COLUMNS) {
-            float* scores = memory.scores.data() + j;
-            if constexpr (PAIRS)
-                product(memory.pairs.data(), width, transposed + j, KEYS, width, scores, KEYS, false, rows);
-            else
-                product(memory.query.data(), width, (float*)transposed + j, KEYS, width, scores, KEYS, false, rows);
-        }
     }
 
     void sum_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
@@ -322,41 +340,32 @@ private:
     }
 
     void finish(const Unit& unit, Memory& memory) {
+        const float* merged = memory.merged.data();
         if (unit.spans == 1) {
-            for (int64_t r = 0; r < rows_of(unit); r++)
-                write_out(unit, r, memory.sums.data() + r * padded, memory.total[r]);
+            for (int64_t r = 0; r < rows_of(unit); r++) write_out(unit, r, merged + r * wide);
             return;
         }
-        for (int64_t r = 0; r < a.group; r++) {
-            float* mine = partials + ((unit.partial + unit.span) * a.group + r) * wide;
-            mine[0] = memory.top[r];
-            mine[1] = memory.total[r];
-            memcpy(mine + 2, memory.sums.data() + r * padded, padded * sizeof(float));
-        }
-        if (waiting[unit.partial].fetch_sub(1) == 1) merge(unit, memory);
+        memcpy(partial(unit, unit.span), merged, a.group * wide * sizeof(float));
+        if (waiting[unit.partial].fetch_sub(1) == 1) merge(unit, memory.merged.data());
     }
 
-    void merge(const Unit& unit, Memory& memory) {
+    float* partial(const Unit& unit, int64_t span) const { return partials + (unit.partial + span) * a.group * wide; }
+
+    void merge(const Unit& unit, float* merged) {
         for (int64_t r = 0; r < a.group; r++) {
-            auto part = [&](int64_t i) { return partials + ((unit.partial + i) * a.group + r) * wide; };
-            float top = -INFINITY, total = 0;
-            for (int64_t i = 0; i < unit.spans; i++) top = std::max(top, part(i)[0]);
-            float* sums = memory.sums.data();
-            std::fill(sums, sums + padded, 0.f);
+            clear_span(merged, padded);
             for (int64_t i = 0; i < unit.spans; i++) {
-                const float weight = exponential(spread(part(i)[0] - top))[0];
-                total += weight * part(i)[1];
-                for (int64_t d = 0; d < padded; d += LANES)
-                    store(sums + d, load(sums + d) + load(part(i) + 2 + d) * weight);
+                const float* part = partial(unit, i) + r * wide;
+                merge_span(merged, part[0], part[1], part + 2, padded);
             }
-            write_out(unit, r, sums, total);
+            write_out(unit, r, merged);
         }
     }
 
-    void write_out(const Unit& unit, int64_t row, const float* sums, float total) const {
+    void write_out(const Unit& unit, int64_t row, const float* merged) const {
         T* out = out_of(unit, row);
-        const float share = 1.f / total;
-        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(sums + d) * share, dim - d);
+        const float share = 1.f / merged[1];
+        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(merged + 2 + d) * share, dim - d);
     }
 };
 

@@ -12,12 +12,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
+from driver.recovery import RequestPoisonous, Suspects
 from driver.text import TextStream
 from driver.trace import StepTrace
+from driver.watchdog import Watchdog
 from scheduler.budget import MIN_PREFILL_TOKENS
 from scheduler.frame import StepResult, encode_plan, tokens_crc
 from scheduler.params import InvalidRequest
@@ -25,6 +28,9 @@ from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quadriga.engine")
+
+
+EPOCHS_IN_VAIN = 5  # in a row that may end before a step of theirs is done
 
 
 class EngineDead(RuntimeError):
@@ -94,6 +100,31 @@ class LateSteps:
 
 
 @dataclass(slots=True)
+class Recoveries:
+    """restarts: epochs that ended and were followed by another. restart_seconds: that took, summed.
+
+    in_vain: epochs in a row that ended before a step of theirs was done.
+    """
+
+    restarts: int = 0
+    restart_seconds: float = 0.0
+    in_vain: int = 0
+    recovering: bool = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        began = time.perf_counter()
+        self.in_vain += 1
+        self.recovering = True
+        try:
+            yield
+        finally:
+            self.recovering = False
+            self.restarts += 1
+            self.restart_seconds += time.perf_counter() - began
+
+
+@dataclass(slots=True)
 class _Live:
     """A request in the engine, its text so far, and where its updates go."""
 
@@ -110,18 +141,21 @@ class Engine:
         executor: Executor,
         scheduler: Scheduler,
         async_depth: int,
-        step_timeout_seconds: float,
+        watchdog: Watchdog,
         trace: StepTrace | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.frames = FrameSizes()
+        self.recoveries = Recoveries()
+        self._suspects = Suspects(scheduler)
+        self._watchdog = watchdog
+        self._newest_frame = b""
         self._trace = trace
         self._max_in_flight = max(1, async_depth)
         self._published_at: deque[float] = deque()  # of the steps in flight, `time.perf_counter()`
         self._last_done = 0.0
         self._late = LateSteps()
-        self._step_timeout_seconds = step_timeout_seconds
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._lock = threading.Lock()
@@ -170,15 +204,22 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._take_commands()
-                self._publish_ahead()
-                result = self._receive()
-                if result is not None:
-                    self._take_result(result)
+                try:
+                    self._turn()
+                except WorkerFailed as failure:
+                    self._recover(failure)
             self._stop(EngineDead("it was closed"))
         except Exception as error:
             logger.error("the engine has failed: %s", error, exc_info=not isinstance(error, WorkerFailed))
             self._stop(error)
+
+    def _turn(self) -> None:
+        self._take_commands()
+        self._suspects.review()
+        self._publish_ahead()
+        result = self._receive()
+        if result is not None:
+            self._take_result(result)
 
     def _take_commands(self) -> None:
         while not self._commands.empty():
@@ -195,22 +236,27 @@ class Engine:
             if self._trace:
                 self._trace.published(plan, scheduler)
             self._published_at.append(time.perf_counter())
+            self._newest_frame = frame
             self.executor.publish(frame)
 
     def _receive(self) -> StepResult | None:
-        in_flight = self.scheduler.in_flight
-        if not in_flight:
+        if not self.scheduler.in_flight:
             return self.executor.receive(None)
-        deadline = time.monotonic() + self._step_timeout_seconds
-        result = self.executor.receive(self._step_timeout_seconds)
-        if result is None and time.monotonic() >= deadline:
-            raise WorkerFailed(f"step {in_flight[0].step} took longer than {self._step_timeout_seconds:g} s")
+        step = self.scheduler.in_flight[0]
+        bound = self._watchdog.bound(step, self.scheduler.budget.model)
+        # From when the workers could begin it, however often this thread has been woken since.
+        left = max(self._published_at[0], self._last_done) + bound - time.perf_counter()
+        result = self.executor.receive(max(0.0, left))
+        if result is None and left <= 0:
+            path = self._watchdog.report(step, self._newest_frame, self.executor)
+            raise WorkerFailed(f"step {step.step} took longer than {bound:.1f} s; who did what then is in {path}")
         return result
 
     def _take_result(self, result: StepResult) -> None:
         if result.epoch < self.scheduler.epoch:
             return  # of an engine that ran on these workers before
         now = time.perf_counter()
+        self.recoveries.in_vain = 0
         self._learn(result, now)
         for request, token in self.scheduler.update(result, tokens_crc(result.tokens)):
             live = self._live[request.id]
@@ -241,6 +287,33 @@ class Engine:
         live.sink(
             Update(request.id, text, token_ids, request.finish_reason, now, request.stop_reason, request.cached_tokens)
         )
+
+    def _recover(self, failure: WorkerFailed) -> None:
+        """Starts the next epoch, in which all requests go on with their next token. Raises WorkerFailed for good."""
+        scheduler, recoveries = self.scheduler, self.recoveries
+        if self._closing or recoveries.in_vain >= EPOCHS_IN_VAIN:
+            raise failure
+        began = time.perf_counter()
+        logger.error("epoch %d has ended: %s", scheduler.epoch, failure)
+        with recoveries.counted():
+            for request in self._suspects.epoch_ended():
+                self._fail(request, RequestPoisonous(f"the workers fail whenever this request runs: {failure}"))
+            num_blocks = self.executor.recover()[0].num_blocks
+            if num_blocks < scheduler.pool.num_blocks:
+                raise WorkerFailed(f"the KV cache has {num_blocks} blocks now, {scheduler.pool.num_blocks} before")
+        scheduler.next_epoch()
+        self._published_at.clear()
+        self._last_done = time.perf_counter()
+        if self._trace:
+            self._trace.epoch_ended()
+        logger.warning(
+            "epoch %d begins after %.1f s; %d requests go on", scheduler.epoch, self._last_done - began, len(self._live)
+        )
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        live = self._live.pop(request.id)
+        self.scheduler.finish(request, "error")
+        live.sink(Update(request.id, "", [], "error", time.perf_counter(), error=error))
 
     def _add(self, live: _Live) -> None:
         request = live.request

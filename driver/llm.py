@@ -125,6 +125,8 @@ class LLM:
         return {
             **{name: getattr(counters, name) for name in counters.__dataclass_fields__},
             **{name: getattr(engine.frames, name) for name in engine.frames.__dataclass_fields__},
+            "restarts": engine.recoveries.restarts,
+            "restart_seconds": round(engine.recoveries.restart_seconds, 3),
             "kv_blocks": engine.scheduler.pool.num_blocks,
             "kv_blocks_free": engine.scheduler.pool.num_free,
         }
@@ -150,6 +152,11 @@ class LLM:
     def failure(self) -> Exception | None:
         """Why the engine has stopped, or None while it runs."""
         return None if self._engine is None else self._engine.dead
+
+    @property
+    def recovering(self) -> bool:
+        """Whether ranks are being replaced right now; requests wait meanwhile."""
+        return self._engine.recoveries.recovering
 
     @property
     def max_running(self) -> int:

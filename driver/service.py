@@ -77,6 +77,7 @@ class Service:
             "max_model_len": self.llm.model.max_model_len,
             "running": running,
             "waiting": waiting,
+            "recovering": self.llm.recovering,
             "uptime_s": round(time.monotonic() - self._began, 1),
         }
         if self.llm.failure is not None:

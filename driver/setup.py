@@ -15,6 +15,7 @@ from driver.executor import Executor, InlineExecutor
 from driver.profile import profile_steps
 from driver.tokenizer import Tokenizer, load_tokenizer
 from driver.trace import StepTrace
+from driver.watchdog import Watchdog
 from parallel.split import SplitError, shard_heads
 from scheduler.blocks import BlockPool
 from scheduler.budget import TokenBudget
@@ -133,7 +134,8 @@ def make_engine(
     budget = TokenBudget(limits.max_num_batched_tokens, target, step_time)
     scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch, config.prefix_caching, budget)
     trace = StepTrace(config.trace_steps) if config.trace_steps else None
-    engine = Engine(executor, scheduler, config.async_depth, config.step_timeout_seconds, trace)
+    watchdog = Watchdog(config.hang_seconds, config.step_timeout_seconds)
+    engine = Engine(executor, scheduler, config.async_depth, watchdog, trace)
     engine.start()
     return engine
 

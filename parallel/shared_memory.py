@@ -1,6 +1,6 @@
 """Collectives between CPU ranks on one host through shared memory: no sockets, and a rank that is missing is named.
 
-    memfd    | arrivals: one int64 counter per rank | buffer 0: one slot per rank | buffer 1: one slot per rank |
+    memfd    | one line per rank: arrivals, has left | buffer 0: one slot per rank | buffer 1: one slot per rank |
 
 Exchange k uses buffer k mod 2. A rank writes its slot, raises its counter to k + 1, waits until every counter is that
 high, and reads all slots in rank order, so that every rank gets the same bits. Two buffers suffice: a rank that writes
@@ -25,7 +25,7 @@ _SPINS = 200  # polls before other processes are let in; ranks may share cores
 
 
 class RankMissingError(RuntimeError):
-    """A rank did not come to a collective in time."""
+    """A rank did not come to a collective in time, or this one left before it came."""
 
 
 class SharedMemory:
@@ -51,7 +51,17 @@ class SharedMemory:
         """Where counters and slots lie in this process."""
         return self._slots.data_ptr() - self.size * COUNTER_BYTES, self._slots.data_ptr()
 
+    def leave(self) -> None:
+        """Lets this rank wait for no other any more. May be called from any thread, and for good."""
+        self._arrivals[self.rank * (COUNTER_BYTES // 8) + 1] = 1
+
+    @property
+    def _has_left(self) -> bool:
+        return self._arrivals[self.rank * (COUNTER_BYTES // 8) + 1] != 0
+
     def missing(self, rank: int) -> RankMissingError:
+        if self._has_left:
+            return RankMissingError(f"rank {self.rank} left while it waited for rank {rank} in exchange {self._count}")
         return RankMissingError(
             f"rank {self.rank} waited {self.timeout_seconds:g} s for rank {rank} in exchange {self._count}"
         )
@@ -95,7 +105,7 @@ class SharedMemory:
                 time.sleep(0)
                 now = time.monotonic()
                 deadline = deadline or now + self.timeout_seconds
-                if now > deadline:
+                if now > deadline or self._has_left:
                     raise self.missing(rank)
 
 

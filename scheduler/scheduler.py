@@ -38,20 +38,43 @@ class Scheduler:
         budget: TokenBudget | None = None,
     ) -> None:
         self.limits = limits
-        self.pool = pool
-        self.epoch = epoch
         self.budget = budget or TokenBudget(limits.max_num_batched_tokens)
-        self._prefixes = PrefixCache(pool, prefix_caching)
         self.counters = Counters()
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # likewise
-        self.in_flight: deque[StepInFlight] = deque()
-        self._free_rows = list(range(limits.num_rows - 1, -1, -1))
-        self._decoding = DecodingSet()
+        self.only: Request | None = None  # while set, no other waiting request is started
+        self._prefix_caching = prefix_caching
         self._arrivals = 0
+        self._start_epoch(pool, epoch)
+
+    def _start_epoch(self, pool: BlockPool, epoch: int) -> None:
+        self.pool = pool
+        self.epoch = epoch
+        self.in_flight: deque[StepInFlight] = deque()
+        self._prefixes = PrefixCache(pool, self._prefix_caching)
+        self._free_rows = list(range(self.limits.num_rows - 1, -1, -1))
+        self._decoding = DecodingSet()
         self._step = 0
         self._last_ended = -1
         self._agreed = (-1, 0)
+
+    def next_epoch(self) -> None:
+        """The workers' caches are void and steps in flight are lost: every running request waits to be computed again.
+
+        Their streams go on with the next token, since known tokens are kept and sampling depends on their count alone.
+        """
+        self._start_epoch(BlockPool(self.pool.num_blocks, self.pool.block_size), self.epoch + 1)
+        lost, self.running = self.running, []
+        for request in lost:
+            request.phase = Phase.WAITING
+            request.row = -1
+            request.blocks = []
+            request.scheduled = request.published = 0
+            request.preemptions += 1
+            _insert(self.waiting, request)
+        for request in self.waiting:  # also of those that were preempted while a step sampled them
+            request.in_flight, request.last_step = 0, -1
+        self.check()
 
     # ---- requests come and go
 
@@ -69,7 +92,7 @@ class Scheduler:
                 f"a prompt of {request.num_prompt} tokens and max_tokens {request.max_tokens} do not fit a step of "
                 f"{self.limits.max_num_batched_tokens} tokens, and chunked prefill is off"
             )
-        request.order = (self.limits.virtual_arrival(request, self._step), self._arrivals)
+        request.order = (self.limits.virtual_arrival(request, self.counters.steps), self._arrivals)
         self._arrivals += 1
         _insert(self.waiting, request)
 
@@ -177,7 +200,7 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and self._free_rows and not draft.preempted:
             request = self.waiting[index]
-            if self._must_let_others_pass(request):
+            if self.only not in (None, request) or self._must_let_others_pass(request):
                 index += 1
                 continue
             shared = self._prefixes.find(request)

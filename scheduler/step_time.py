@@ -74,6 +74,11 @@ class StepCosts:
             + self.decode_context * work.decode_context
         )
 
+    @property
+    def smallest(self) -> float:
+        """Of a step that decodes one token behind next to no context."""
+        return self.fixed + self.tokens + self.sequences + self.decode_context
+
     def longest_chunk(self, start: int, seconds: float) -> float:
         """Tokens of a chunk behind `start` others that fit in `seconds`: the root of its quadratic cost."""
         half = self.prefill_pairs / 2
@@ -98,6 +103,7 @@ class StepTimeModel:
         self.costs = costs
         self.drift = 1.0
         self.outliers = 0
+        self.most_tokens = 0  # of a step that was seen
         self._kinds: OrderedDict[tuple[int, ...], deque[tuple[StepWork, float]]] = OrderedDict()
         self._recent: deque[tuple[StepWork, float]] = deque(maxlen=RECENT)
         self._steps_since_fit = 0
@@ -145,6 +151,7 @@ class StepTimeModel:
         self.drift = ratios[len(ratios) // 2] if len(ratios) >= FEWEST_RECENT else 1.0
 
     def _remember(self, work: StepWork, seconds: float) -> None:
+        self.most_tokens = max(self.most_tokens, work.tokens)
         kind = tuple(value.bit_length() for value in _values(work))
         if kind not in self._kinds:
             self._kinds[kind] = deque(maxlen=SAMPLES_PER_KIND)

@@ -39,8 +39,8 @@ static void arrive(int64_t* arrival, int64_t count) {
 #endif
 }
 
-// False when the other did not come in time.
-static bool wait_for(const int64_t* arrival, int64_t count, int64_t timeout_ns) {
+// False when the other did not come in time, or when this rank was told by `left` not to wait any longer.
+static bool wait_for(const int64_t* arrival, int64_t count, int64_t timeout_ns, const int64_t* left) {
     for (int64_t spin = 0; spin < SPINS; spin++) {
         if (__atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count) return true;
         pause_briefly();
@@ -48,7 +48,7 @@ static bool wait_for(const int64_t* arrival, int64_t count, int64_t timeout_ns) 
     for (const int64_t deadline = now_ns() + timeout_ns;;) {
         const int64_t seen = __atomic_load_n(arrival, __ATOMIC_ACQUIRE);
         if (seen >= count) return true;
-        if (now_ns() > deadline) return false;
+        if (now_ns() > deadline || __atomic_load_n(left, __ATOMIC_RELAXED)) return false;
         nap(arrival, seen);
     }
 }
@@ -62,7 +62,7 @@ static int64_t reduce_piece(const AllReduce& a, T* piece, int64_t count) {
     memcpy(slot(a.rank), piece, count * sizeof(T));
     arrive(arrival(a.rank), exchange + 1);
     for (int64_t rank = 0; rank < a.size; rank++)
-        if (!wait_for(arrival(rank), exchange + 1, a.timeout_ns)) return rank + 1;
+        if (!wait_for(arrival(rank), exchange + 1, a.timeout_ns, arrival(a.rank) + 1)) return rank + 1;
     for (int64_t i = 0; i < count; i += LANES) {
         floats total = {};
         for (int64_t rank = 0; rank < a.size; rank++) total += load(slot(rank) + i, count - i);

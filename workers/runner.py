@@ -78,8 +78,7 @@ class ModelRunner:
         # What captures steps sees torch's operations only.
         self.kernels = None if self.graph_maker else find_kernels(device)
         self.ops = CompiledOps(self.kernels) if self.kernels else TorchOps()
-        if self.kernels and group.shared:
-            compile_all_reduce(group.shared, self.kernels)
+        self._compile_all_reduce()
         self.model = Decoder(arch, make_shard(arch, group, dtype, device, self.ops), spec.max_model_len)
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
@@ -123,12 +122,27 @@ class ModelRunner:
         """Reserves the KV cache and captures the steps that are replayed. Returns the cache's size in bytes."""
         spare = 1 if self.graph_maker else 0  # a block that no request gets, for the padding of captured steps
         self.cache = KVCache(self.cache_shape, num_blocks + spare, self.device)
+        self._prepare_replays(num_blocks)
+        return (num_blocks + spare) * self.cache_shape.bytes_per_block
+
+    def regroup(self, num_blocks: int) -> None:
+        """The group has become another; what was made for the old one's collectives is made anew.
+
+        num_blocks: as in make_cache, or fewer.
+        """
+        self._compile_all_reduce()
+        self._prepare_replays(num_blocks)
+
+    def _compile_all_reduce(self) -> None:
+        if self.kernels and self.group.shared:
+            compile_all_reduce(self.group.shared, self.kernels)
+
+    def _prepare_replays(self, num_blocks: int) -> None:
         if self.graph_maker:
             self._capture(self.graph_maker, spare_block=num_blocks)
         # Across hosts the ranks' sums are no kernels.
         if self.kernels and self.backend.name == "cpu" and (self.group.size == 1 or self.group.shared):
             self.replay = Replay(self.kernels, self.rows.max_blocks)
-        return (num_blocks + spare) * self.cache_shape.bytes_per_block
 
     @torch.inference_mode()
     def _capture(self, maker: GraphMaker, spare_block: int) -> None:

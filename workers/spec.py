@@ -41,6 +41,14 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker runs: its node's address and its process there."""
+
+    node_ip: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReady:
     """What a worker says once it can take plans.
 

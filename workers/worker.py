@@ -7,6 +7,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -57,8 +58,9 @@ class Worker:
             if not torch.cuda.is_available():
                 raise RuntimeError(f"rank {spec.rank} was given no usable GPU: torch sees {torch.cuda.device_count()}")
             torch.cuda.set_device(self.device)
-        self.group = TensorParallelGroup()
+        self.group = TensorParallelGroup(spec.rank, spec.size)
         self.runner: ModelRunner | None = None
+        self.ready: WorkerReady | None = None
         self._crcs: dict[int, int] = {}
 
     def start(
@@ -72,16 +74,14 @@ class Worker:
         """
         began = time.perf_counter()
         spec = self.spec
-        torch.set_num_threads(max(1, available_cores() // ranks_here))
-        if store is not None:
-            self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
+        self._join(store, node_ip, ranks_here)
         folder = resolve_model(spec.model)
         self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
         self._agree_on_blocks()
         weight_bytes = self.runner.load(folder, on_share)
         num_blocks = self.group.smallest(self._affordable_blocks(), self.device)
         cache_bytes = self.runner.make_cache(num_blocks)
-        return WorkerReady(
+        self.ready = WorkerReady(
             rank=spec.rank,
             num_blocks=num_blocks,
             block_size=self.runner.rows.block_size,
@@ -92,6 +92,26 @@ class Worker:
             load_seconds=time.perf_counter() - began,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
+        return self.ready
+
+    def rejoin(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> WorkerReady:
+        """Joins the other ranks anew when the group has broken. Weights and the room for the cache stay.
+
+        For a worker that was started and serves no more. Raises BlocksDiffer or GroupError.
+        """
+        began = time.perf_counter()
+        self.group.close()
+        self._join(store, node_ip, ranks_here)
+        self._agree_on_blocks()
+        num_blocks = self.group.smallest(self.ready.num_blocks, self.device)
+        self.runner.regroup(num_blocks)
+        self.ready = replace(
+            self.ready,
+            num_blocks=num_blocks,
+            transport=self.group.transport,
+            load_seconds=time.perf_counter() - began,
+        )
+        return self.ready
 
     def serve(self, channel: PlanSource) -> None:
         """Carries out plans until the channel closes. Keeps the device busy: launches a waiting plan before it
@@ -110,6 +130,13 @@ class Worker:
 
     def close(self) -> None:
         self.group.close()
+
+    def _join(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> None:
+        spec = self.spec
+        torch.set_num_threads(max(1, available_cores() // ranks_here))
+        if store is not None:
+            group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
+            self.group.renew(group)
 
     def _launch(self, frame: bytes) -> LaunchedStep:
         started = time.perf_counter()
