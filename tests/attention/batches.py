@@ -95,6 +95,18 @@ class Batch:
         alone.slots = self.slots[before : before + len(self.queries[request])]
         return alone
 
+    def part(self, first: int, length: int) -> Batch:
+        """Tokens of the only request, a chunk, as a chunk of their own or, where it is one, as a decode."""
+        ((query_len, total),) = self.case.chunks
+        context, taken, part = total - query_len + first + length, slice(first, first + length), copy.copy(self)
+        is_decode = length == 1
+        chunks, decodes = ([], [context]) if is_decode else ([(length, context)], [])
+        part.case = replace(self.case, chunks=chunks, decodes=decodes)
+        part.slots = self.slots[taken]
+        for name in ("new_keys", "new_values", "queries"):
+            setattr(part, name, [tensor[taken] for tensor in getattr(self, name)])
+        return part
+
     def expected(self) -> torch.Tensor:
         return torch.cat([self._naive(*request) for request in self.requests])
 

@@ -73,6 +73,23 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_a_crowd_on_any_number_of_thre
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 3, 100, 300])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(32, 16), (64, 256), (20, 16), (64, 24)])
+def test_a_row_is_the_same_to_the_bit_decoded_and_in_any_chunk(
+    dtype: torch.dtype, window: int | None, head_dim: int, block_size: int
+) -> None:
+    """Recomputed after a preemption or a lost worker, a request must not go on with another token."""
+    batch = Batch(Case([(590, 600)], [], block_size, 2, 3, window, head_dim=head_dim), dtype)
+    whole = batch.run(CpuBackend)
+    for length in (1, 2, 7, 64, 77):
+        for first in (0, 53, 244, 246, 400, 590 - length):
+            assert torch.equal(batch.part(first, length).run(CpuBackend), whole[first : first + length]), (
+                length,
+                first,
+            )
+
+
 def test_queries_keys_and_values_may_be_slices_of_one_projection() -> None:
     case = Case([(5, 9)], [14, 3], head_dim=16)
     dense, sliced = Batch(case), Batch(case)
