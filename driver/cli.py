@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "SIGINT; see docs/serving.md.",
     )
     serve.add_options(command)
-    options.add_engine_options(command)
+    options.add_engine_options(command, executor_help="ray, which auto is too, or inline: without Ray")
     _add_log_level(command)
     command = add(
         "wait-for-devices",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -126,7 +127,7 @@ def _start_private() -> _Connection:
     )
     connection = _Connection(ours=True, folder=folder, cleaner=cleaner)
     try:
-        with _loopback_only():
+        with _loopback_only(), _own_process_group():
             ray.init(
                 address="local",
                 num_cpus=available_cores(),
@@ -164,6 +165,8 @@ def join(address: str) -> None:
         silent = unreachable(address)
         if silent is not None:
             raise ConnectionError(silent)
+        if address in services.find_gcs_addresses():
+            _use_token()
         ray.init(address=address, **_quiet())
 
 
@@ -171,6 +174,32 @@ def _listens_on_loopback(address: str) -> bool:
     """Whether the cluster is a private one. Others may be named by a loopback address and listen on another."""
     host = address.rpartition(":")[0].strip("[]")
     return host in ("127.0.0.1", "::1", "localhost") and address in services.find_gcs_addresses()
+
+
+def _use_token() -> None:
+    """Shows this user's token to a cluster of this machine, as Ray does for those that it finds by itself.
+
+    `ray start` asks for it by default. Whoever has set RAY_AUTH_MODE has decided otherwise.
+    """
+    try:
+        from ray._private.authentication import authentication_token_setup as tokens
+    except ImportError:
+        return  # of a Ray that knows none
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+@contextmanager
+def _own_process_group() -> Iterator[None]:
+    """Puts the processes of a Ray that starts meanwhile in sessions, and so groups, of their own.
+
+    A signal to this process's group, as service managers and `timeout` send it, would end them before the drain.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 @contextmanager

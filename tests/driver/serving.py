@@ -13,6 +13,7 @@ import zmq
 
 from driver import wire
 from driver.engine import Update
+from driver.executor import WorkerFailed
 from driver.handle import Client
 from driver.llm import LLM
 from driver.port import Port
@@ -45,6 +46,17 @@ def all_free(llm: LLM) -> bool:
     """Whether no request holds anything."""
     pool, scheduler = llm._engine.scheduler.pool, llm._engine.scheduler
     return pool.num_free == pool.num_blocks and not scheduler.running and not scheduler.waiting
+
+
+def fail_for_good(llm: LLM) -> None:
+    """The worker fails, and nothing brings it back."""
+    executor = llm._engine.executor
+
+    def recover() -> None:
+        raise WorkerFailed("rank 0 cannot be had: the device melted")
+
+    executor.recover = recover
+    executor._news.put(RuntimeError("too hot"))
 
 
 class Place:

@@ -22,6 +22,7 @@ from tests.driver.serving import (
     Brake,
     Place,
     all_free,
+    fail_for_good,
     greedy_params,
     open_llm,
     open_place,
@@ -261,6 +262,7 @@ def test_stats_and_health_tell_what_goes_on(llm: LLM, client: Client) -> None:
             "max_model_len": 512,
             "running": 1,
             "waiting": 0,
+            "recovering": False,
             "uptime_s": 0,
         }
         assert client.stats()["kv_blocks_free"] < NUM_BLOCKS
@@ -308,7 +310,7 @@ def test_a_failed_service_fails_its_requests(folder: Path) -> None:
         with Brake(llm, 8):
             stream = client.stream(PROMPT, greedy_params(200))
             next(stream)
-            llm._engine.executor._news.put(RuntimeError("the device melted"))
+            fail_for_good(llm)
         with pytest.raises(RequestFailed, match="the device melted"):
             list(stream)
         with pytest.raises(ServiceUnavailable, match="the device melted"):

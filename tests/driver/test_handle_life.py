@@ -16,7 +16,17 @@ from driver.llm import LLM
 from driver.wire import ServiceUnavailable
 from parallel.channel import ChannelAddress, bind
 from scheduler.params import SamplingParams
-from tests.driver.serving import PROMPT, Brake, Place, all_free, greedy_params, open_llm, open_place, wait_until
+from tests.driver.serving import (
+    PROMPT,
+    Brake,
+    Place,
+    all_free,
+    fail_for_good,
+    greedy_params,
+    open_llm,
+    open_place,
+    wait_until,
+)
 
 
 class Address:
@@ -202,7 +212,7 @@ def test_a_failed_engine_that_comes_back_is_waited_for(folder: Path, llm: LLM) -
             where.place = lost = Place(first, 10, restarts=True)
             stream = client.stream(PROMPT, greedy_params(40))
             tokens = list(next(stream).token_ids)
-            first._engine.executor._news.put(RuntimeError("the device melted"))
+            fail_for_good(first)
         assert wait_until(lambda: first.failure is not None)
         late = client.stream(PROMPT, greedy_params(40))
         assert client.health()["state"] == "failed"  # so the port has seen the late one

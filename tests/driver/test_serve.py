@@ -24,7 +24,14 @@ from driver.handle import Client, ClientStream
 from driver.hosts import InlineHost
 from driver.http_server import HttpServer, make_app
 from driver.wire import ServiceUnavailable
-from tests.driver.serving import NUM_BLOCKS, PROMPT, Brake, greedy_params, wait_until
+from tests.driver.serving import (
+    NUM_BLOCKS,
+    PROMPT,
+    Brake,
+    fail_for_good,
+    greedy_params,
+    wait_until,
+)
 from tests.end_to_end.serving import Serve
 
 KEY = "s3cret é"
@@ -246,9 +253,7 @@ def test_a_second_signal_ends_it_at_once(folder: Path, serving: Serving) -> None
 
 def test_a_failed_engine_ends_it_with_the_cause(folder: Path, serving: Serving) -> None:
     with pytest.raises(WorkerFailed, match=r"the service has failed: .*the device melted"):
-        serving.run(
-            lambda host: host._llm._engine.executor._news.put(RuntimeError("the device melted")), *options(folder)
-        )
+        serving.run(lambda host: fail_for_good(host._llm), *options(folder))
 
 
 def test_a_signal_during_the_start_ends_it_without_a_service(
@@ -297,7 +302,7 @@ def test_readiness_and_health_tell_the_truth(front: tuple[InlineHost, Client, st
         brake.allow(float("inf"))
         list(stream)
         drain.join(30)
-    host._llm._engine.executor._news.put(RuntimeError("the device melted"))
+    fail_for_good(host._llm)
     assert wait_until(lambda: get(f"{url}/health")[0] == 503)
     assert "the device melted" in get(f"{url}/health")[1]["error"]
     assert get(f"{url}/ready")[0] == 503

@@ -15,7 +15,17 @@ from driver.llm import LLM
 from driver.service import DRAINING, FAILED, READY, Service
 from driver.wire import Ask, Overloaded, ServiceUnavailable
 from scheduler.params import InvalidRequest, SamplingParams
-from tests.driver.serving import PROMPT, Brake, Sink, all_free, greedy_params, open_llm, run_ask, wait_until
+from tests.driver.serving import (
+    PROMPT,
+    Brake,
+    Sink,
+    all_free,
+    fail_for_good,
+    greedy_params,
+    open_llm,
+    run_ask,
+    wait_until,
+)
 
 LENGTH = 24
 REPLACEMENT = "\ufffd"
@@ -203,7 +213,7 @@ def test_a_failed_engine_is_told_to_all(folder: Path) -> None:
         with Brake(llm, 5):
             running = run_ask(service, Ask(PROMPT, greedy_params(200)))
             assert wait_until(lambda: bool(running.updates))
-            llm._engine.executor._news.put(RuntimeError("the device melted"))
+            fail_for_good(llm)
         assert running.wait().end[0] == "error"
         assert "the device melted" in str(running.updates[-1].error)
         assert service.health()["state"] == FAILED

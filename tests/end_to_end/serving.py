@@ -37,6 +37,7 @@ class Serve:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+            start_new_session=True,
         )
         self.lines: list[str] = []
         self._changed = threading.Condition()
