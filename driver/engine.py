@@ -243,13 +243,14 @@ class Engine:
         if not self.scheduler.in_flight:
             return self.executor.receive(None)
         step = self.scheduler.in_flight[0]
-        bound = self._watchdog.bound(step, self.scheduler.budget.model)
         # From when the workers could begin it, however often this thread has been woken since.
-        left = max(self._published_at[0], self._last_done) + bound - time.perf_counter()
-        result = self.executor.receive(max(0.0, left))
-        if result is None and left <= 0:
+        began = max(self._published_at[0], self._last_done)
+        bound = self._watchdog.bound(step, self.scheduler.budget.model, time.perf_counter() - began)
+        result = self.executor.receive(max(0.0, began + bound - time.perf_counter()))
+        waited = time.perf_counter() - began
+        if result is None and waited >= bound and self._watchdog.hangs(step, waited, self.executor):
             path = self._watchdog.report(step, self._newest_frame, self.executor)
-            raise WorkerFailed(f"step {step.step} took longer than {bound:.1f} s; who did what then is in {path}")
+            raise WorkerFailed(f"step {step.step} took longer than {waited:.1f} s; who did what then is in {path}")
         return result
 
     def _take_result(self, result: StepResult) -> None:

@@ -53,8 +53,8 @@ class Executor(Protocol):
         Raises WorkerFailed when they cannot be had.
         """
 
-    def stacks(self) -> list[str]:
-        """What the threads of each rank are doing."""
+    def stacks(self) -> list[str | None]:
+        """What the threads of each rank are doing; None for one that does not answer."""
 
     def wake(self) -> None:
         """Makes `receive` return. May be called from any thread."""
@@ -92,7 +92,7 @@ class InlineExecutor:
         self._begin_serving()
         return [self._worker.ready]
 
-    def stacks(self) -> list[str]:
+    def stacks(self) -> list[str | None]:
         return ["a thread of the driver"]
 
     def publish(self, frame: bytes) -> None:

@@ -89,14 +89,15 @@ class Ranks:
         for rank in lost:
             self._kill(rank)
         for rank in lost:
+            self._specs[rank] = dataclasses.replace(self._specs[rank], generation=self._specs[rank].generation + 1)
             self.actors[rank] = self._make(rank)
         return lost
 
-    def stacks(self, seconds: float) -> list[str]:
-        """What each rank's threads are doing, as far as it answers in time."""
+    def stacks(self, seconds: float) -> list[str | None]:
+        """What each rank's threads are doing; None for one that does not answer in time."""
         asked = [actor.stacks.remote() for actor in self.actors]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=seconds)
-        return [_text(answer) if answer in answered else "it does not answer" for answer in asked]
+        return [_text(answer) if answer in answered else None for answer in asked]
 
     def close(self) -> None:
         for rank in range(len(self.actors)):

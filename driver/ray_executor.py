@@ -78,7 +78,7 @@ class RayExecutor:
         if channel is not None:
             channel.wake()
 
-    def stacks(self) -> list[str]:
+    def stacks(self) -> list[str | None]:
         return self.ranks.stacks(STACKS_SECONDS)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from scheduler.limits import Limits
 from scheduler.scheduler import Scheduler
 from scheduler.step_time import StepTimeModel
 from workers.architecture import Architecture, read_architecture
+from workers.faults import VARIABLE, read_faults
 from workers.source import resolve_model
 from workers.spec import DTYPES, WorkerReady, WorkerSpec
 
@@ -152,7 +154,10 @@ def make_executor(config: EngineConfig) -> Executor:
 
 def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: Executor) -> list[WorkerSpec]:
     """One rank's orders each."""
-    size = config.tensor_parallel_size
+    size, faults = config.tensor_parallel_size, os.environ.get(VARIABLE, "")
+    read_faults(faults)  # its errors belong to the user
+    if faults:
+        logger.warning("faults will be committed on purpose: %s=%s", VARIABLE, faults)
     return [
         WorkerSpec(
             model=config.model,
@@ -172,6 +177,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             gpu_memory_utilization=config.gpu_memory_utilization,
             start_timeout_seconds=config.start_timeout_seconds,
             step_timeout_seconds=config.step_timeout_seconds,
+            faults=faults,
         )
         for rank in range(size)
     ]

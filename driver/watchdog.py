@@ -25,15 +25,20 @@ class Watchdog:
     floor_seconds: float
     most_seconds: float
 
-    def bound(self, step: StepInFlight, model: StepTimeModel) -> float:
-        """Seconds that a step may take."""
+    def bound(self, step: StepInFlight, model: StepTimeModel, waited: float = 0.0) -> float:
+        """Seconds that a step may take before `hangs` is asked. waited: seconds that it has taken so far."""
         if step.predicted is None:
-            return self.most_seconds
+            return min((waited // self.floor_seconds + 1) * self.floor_seconds, self.most_seconds)
         expected = PATIENCE * step.predicted
         if step.work.tokens > 2 * model.most_tokens:
             # A prediction so far beyond what was seen is a guess; one token after the other is the worst that can be.
             expected = max(expected, 2 * step.work.tokens * model.costs.smallest)
         return min(max(self.floor_seconds, expected), self.most_seconds)
+
+    def hangs(self, step: StepInFlight, waited: float, executor: Executor) -> bool:
+        """Whether a step beyond its bound hangs. While nothing is known of steps, a rank that answers may be slow."""
+        known = step.predicted is not None or waited >= self.most_seconds
+        return known or None in executor.stacks()
 
     def report(self, step: StepInFlight, frame: bytes, executor: Executor) -> str:
         """Writes the plan and the stacks of driver and ranks to a file. Returns its path."""
@@ -43,7 +48,7 @@ class Watchdog:
             file.write(pprint.pformat(decode_plan(frame))[:MOST_PLAN_CHARACTERS])
             for rank, text in enumerate(executor.stacks()):
                 _heading(file, f"rank {rank}")
-                file.write(text)
+                file.write(text or "it does not answer")
             _heading(file, "driver")
             file.flush()
             faulthandler.dump_traceback(file)

@@ -96,6 +96,7 @@ class ModelRunner:
             kinds=self.backend.capabilities.graphs,
         )
         self.replay: Replay | None = None
+        self.spoil_logits = False  # of the next step's first sampled row, as a fault on purpose
 
     @property
     def captured_tokens(self) -> int:
@@ -212,6 +213,8 @@ class ModelRunner:
             self._compute(self.hidden_states, inputs)
             return self.last_tokens[:0]
         logits = self._compute(self._logits, inputs)
+        if self.spoil_logits:
+            logits[0] = float("nan")
         picked, rows = inputs.sampled_rows, self.rows
         sampling = SamplingRows(
             seeds=rows.seeds[picked],

@@ -18,6 +18,7 @@ class WorkerSpec:
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
     max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
     gpu_memory_utilization: fraction of the GPU's memory that the worker may use in all.
+    faults: to be committed on purpose, see workers.faults. generation: processes of this rank that came before.
     start_timeout_seconds: how long the ranks wait to meet. step_timeout_seconds: how long a collective may take.
     """
 
@@ -37,6 +38,8 @@ class WorkerSpec:
     start_timeout_seconds: float
     step_timeout_seconds: float
     attention_calls: str = "auto"
+    faults: str = ""
+    generation: int = 0
     enforce_eager: bool = False
 
 

@@ -18,6 +18,7 @@ from parallel.group import TensorParallelGroup, join_group
 from scheduler.frame import StepResult, decode_plan, encode_result, tokens_crc
 from workers.architecture import read_architecture
 from workers.cores import available_cores
+from workers.faults import Faults, read_faults
 from workers.runner import LaunchedStep, ModelRunner
 from workers.source import resolve_model
 from workers.spec import WorkerReady, WorkerSpec
@@ -62,6 +63,7 @@ class Worker:
         self.runner: ModelRunner | None = None
         self.ready: WorkerReady | None = None
         self._crcs: dict[int, int] = {}
+        self._faults = Faults(read_faults(spec.faults), spec.rank, spec.generation)
 
     def start(
         self, store: dist.Store | None, node_ip: str, ranks_here: int, on_share: Callable[[float], None] | None = None
@@ -78,6 +80,7 @@ class Worker:
         folder = resolve_model(spec.model)
         self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
         self._agree_on_blocks()
+        self._faults.on_load()
         weight_bytes = self.runner.load(folder, on_share)
         num_blocks = self.group.smallest(self._affordable_blocks(), self.device)
         cache_bytes = self.runner.make_cache(num_blocks)
@@ -148,6 +151,7 @@ class Worker:
             )
         if plan.step == 0:
             self._crcs.clear()
+        self.runner.spoil_logits = self._faults.on_plan(plan)
         return self.runner.launch(plan, started)
 
     def _finish(self, step: LaunchedStep, channel: PlanSource) -> None:
