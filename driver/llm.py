@@ -61,8 +61,7 @@ class LLM:
             raise EngineDead("this LLM is closed")
         if self._engine is None:
             self._engine, self.workers = start_engine(self.config, self.model, self.phases)
-            pool = self._engine.scheduler.pool
-            self._intake.kv_tokens = pool.num_blocks * pool.block_size
+            self._intake.kv_tokens = self.kv_tokens
             # Also runs when the LLM is dropped or the interpreter ends without `close`.
             self._shut_down = weakref.finalize(self, _shut_down, self._engine)
         return self
@@ -155,6 +154,12 @@ class LLM:
     def max_running(self) -> int:
         """Requests that can run at once."""
         return self._engine.scheduler.limits.num_rows
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        pool = self._engine.scheduler.pool
+        return pool.num_blocks * pool.block_size
 
     def load(self) -> tuple[int, int]:
         """Requests running and waiting now."""

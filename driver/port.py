@@ -192,7 +192,11 @@ class Port:
         self._send(peer, "accepted", number, request.tokens[: request.num_prompt])
 
     def _answer(self, peer: bytes, number: int, what: str) -> None:
-        answers: dict[str, Callable[[], dict[str, Any]]] = {"stats": self.service.stats, "health": self.service.health}
+        answers: dict[str, Callable[[], dict[str, Any]]] = {
+            "stats": self.service.stats,
+            "health": self.service.health,
+            "model": self.service.about_model,
+        }
         if what in answers:
             self._send(peer, "answer", number, answers[what]())
         else:

@@ -54,19 +54,22 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """A piece of a stream; finish_reason is set in the last one."""
+    """A piece of a stream; finish_reason is set in the last one. cached_tokens: as in Completion."""
 
     text: str
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, update: Update) -> Increment:
         """Raises what the request has failed with."""
         if update.error is not None:
             raise update.error
-        return cls(update.text, update.token_ids, update.finish_reason, update.stop_reason)
+        return cls(
+            update.text, update.token_ids, update.finish_reason, update.stop_reason, update.cached_tokens
+        )
 
 
 class Stream:

@@ -4,7 +4,7 @@
     hello   token, version, owner                   welcome   about
     ask     number, body                            accepted  number, prompt token ids
     abort   number                                  updates   [[number, text, token ids, finish reason,
-    query   number, "stats" | "health"                          stop reason, cached tokens], ...]
+    query   number, "stats", "health", "model"                  stop reason, cached tokens], ...]
     ping                                            refused   number, kind, message
     bye                                             answer    number, mapping
                                                     pong

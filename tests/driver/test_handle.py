@@ -254,7 +254,7 @@ def test_stats_and_health_tell_what_goes_on(llm: LLM, client: Client) -> None:
     with Brake(llm, 8) as brake:
         stream = client.stream(PROMPT, greedy_params(30))
         next(stream)
-        assert client.health() | {"uptime_s": 0} == {
+        assert client.health() | {"uptime_s": 0, "started_at": 0} == {
             "state": "ready",
             "model": llm.config.model,
             "tensor_parallel_size": 1,
@@ -262,6 +262,7 @@ def test_stats_and_health_tell_what_goes_on(llm: LLM, client: Client) -> None:
             "running": 1,
             "waiting": 0,
             "uptime_s": 0,
+            "started_at": 0,
         }
         assert client.stats()["kv_blocks_free"] < NUM_BLOCKS
         brake.allow(float("inf"))
