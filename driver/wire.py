@@ -81,6 +81,8 @@ class Ask:
 
 def ask_body(ask: Ask) -> dict[str, Any]:
     params = {name: value for name, value in asdict(ask.params).items() if value is not None}
+    if "logit_bias" in params:  # keys that are no strings are refused where messages are decoded
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in params["logit_bias"].items()}
     return {"prompt": ask.prompt, "params": params, "produced": ask.produced, "seen": ask.seen}
 
 

@@ -1,9 +1,15 @@
 // The all-reduce of parallel/shared_memory.py, on the same segment and by the same protocol, without Python in between.
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #include <time.h>
 
 #include "../attention/vector.h"
 
-constexpr int64_t SPINS = 2000;  // polls before other processes are let in; ranks may share cores
+constexpr int64_t SPINS = 500;  // polls before a rank sleeps; ranks may share cores with others and each other
+constexpr int64_t NAP_NS = 1000000;  // a rank that uses Python's half of the protocol wakes nobody
 
 struct AllReduce {
     int64_t format, arrivals, counter_bytes, slots, slot_bytes, rank, size, timeout_ns, tensor, count;
@@ -15,15 +21,36 @@ static int64_t now_ns() {
     return t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+// Sleeps until `arrival`, which was `seen`, changes. A sleeper is let in at once when it is woken, even on a busy core,
+// where one that polls and yields would wait for the turns of all others.
+static void nap(const int64_t* arrival, int64_t seen) {
+#if defined(__linux__)
+    const timespec longest{0, NAP_NS};
+    syscall(SYS_futex, (const uint32_t*)arrival, FUTEX_WAIT, (uint32_t)seen, &longest, nullptr, 0);
+#else
+    sched_yield();
+#endif
+}
+
+static void arrive(int64_t* arrival, int64_t count) {
+    __atomic_store_n(arrival, count, __ATOMIC_RELEASE);
+#if defined(__linux__)
+    syscall(SYS_futex, (const uint32_t*)arrival, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+}
+
 // False when the other did not come in time.
 static bool wait_for(const int64_t* arrival, int64_t count, int64_t timeout_ns) {
     for (int64_t spin = 0; spin < SPINS; spin++) {
         if (__atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count) return true;
         pause_briefly();
     }
-    for (const int64_t deadline = now_ns() + timeout_ns; now_ns() < deadline; sched_yield())
-        if (__atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count) return true;
-    return __atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count;
+    for (const int64_t deadline = now_ns() + timeout_ns;;) {
+        const int64_t seen = __atomic_load_n(arrival, __ATOMIC_ACQUIRE);
+        if (seen >= count) return true;
+        if (now_ns() > deadline) return false;
+        nap(arrival, seen);
+    }
 }
 
 // Sums one slot's worth over the ranks. Returns 0, or 1 + the rank that is missing.
@@ -33,7 +60,7 @@ static int64_t reduce_piece(const AllReduce& a, T* piece, int64_t count) {
     const int64_t exchange = *arrival(a.rank);
     auto slot = [&](int64_t rank) { return (T*)(a.slots + (exchange % 2 * a.size + rank) * a.slot_bytes); };
     memcpy(slot(a.rank), piece, count * sizeof(T));
-    __atomic_store_n(arrival(a.rank), exchange + 1, __ATOMIC_RELEASE);
+    arrive(arrival(a.rank), exchange + 1);
     for (int64_t rank = 0; rank < a.size; rank++)
         if (!wait_for(arrival(rank), exchange + 1, a.timeout_ns)) return rank + 1;
     for (int64_t i = 0; i < count; i += LANES) {

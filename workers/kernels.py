@@ -12,7 +12,9 @@ from parallel.shared_memory import COUNTER_BYTES, SLOT_BYTES, SharedMemory
 
 logger = logging.getLogger("quadriga.worker")
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.cpp", "ops.cpp", "exchange.cpp", "replay.cpp"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("linear.cpp", "ops.cpp", "sampling.cpp", "exchange.cpp", "replay.cpp")
+)
 
 
 class Kernels:
@@ -27,6 +29,8 @@ class Kernels:
         self.rotate = function(library, "quadriga_rotate")
         self.gate = function(library, "quadriga_gate")
         self.gather = function(library, "quadriga_gather")
+        self.best = function(library, "quadriga_best")
+        self.candidates = function(library, "quadriga_candidates")
         self.replay = function(library, "quadriga_replay")
         self.all_reduce = function(library, "quadriga_all_reduce")
 

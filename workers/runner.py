@@ -83,7 +83,7 @@ class ModelRunner:
         self.model = Decoder(arch, make_shard(arch, group, dtype, device, self.ops), spec.max_model_len)
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
-        self.sampler = Sampler(arch.vocab_size, group, device)
+        self.sampler = Sampler(arch.vocab_size, group, device, self.kernels)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // block_size), block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None

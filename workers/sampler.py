@@ -15,8 +15,9 @@ import torch
 
 from parallel.group import TensorParallelGroup
 from parallel.split import deal_lanes
-
-_MASK32 = 0xFFFFFFFF
+from workers.kernels import Kernels
+from workers.noise import gumbel_noise, noise_keys
+from workers.picking import CompiledPicking, Noisy, TorchPicking
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,16 @@ class SamplingRows:
 class Sampler:
     """Every rank calls `sample` with its own logits and gets the same tokens."""
 
-    def __init__(self, vocab_size: int, group: TensorParallelGroup, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, group: TensorParallelGroup, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         ranges = deal_lanes(vocab_size, group.size)
         self.group = group
         self.widths = [len(ids) for ids in ranges]
         self.first_id = ranges[group.rank].start
         self.ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
-        self.own_ids = self.ids[self.first_id : ranges[group.rank].stop]
+        own_ids = self.ids[self.first_id : ranges[group.rank].stop]
+        self.picking = CompiledPicking(kernels, own_ids) if kernels else TorchPicking(own_ids)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """logits: [s, own ids] fp32, changed in place. Returns [s] int64 token ids, equal on all ranks."""
@@ -49,23 +53,24 @@ class Sampler:
         full = None
         if truncated.any():
             full = self._gather(logits[self._index(truncated)])
-        plain = random & ~truncated
-        if plain.any():
-            index = self._index(plain)
-            # argmax(logits / T + noise), times T: no temperature, however small, overflows.
-            noise = gumbel_noise(*noise_keys(rows, plain), self.own_ids)
-            logits[index] += noise * self._column(rows.temperature[plain]).float()
-        tokens = self._argmax(logits)
+        tokens = self._agree(*self.picking.pick(logits, self._noisy(rows, random & ~truncated)))
         if full is not None:
             # From the maximum down and in fp64, so that no temperature, however small, overflows.
             scaled = (full - full.amax(dim=-1, keepdim=True)).double() / self._column(rows.temperature[truncated])
-            scores = truncate(scaled, rows, truncated) + gumbel_noise(*noise_keys(rows, truncated), self.ids)
+            scores = truncate(scaled, rows, truncated) + gumbel_noise(
+                *noise_keys(rows.seeds[truncated], rows.positions[truncated]), self.ids
+            )
             tokens[self._index(truncated)] = scores.argmax(dim=-1)
         return tokens
 
-    def _argmax(self, scores: torch.Tensor) -> torch.Tensor:
-        """The best id over all ranks' ranges; of equals, the lowest."""
-        values, local = scores.max(dim=-1)
+    def _noisy(self, rows: SamplingRows, chosen: np.ndarray) -> Noisy | None:
+        if not chosen.any():
+            return None
+        keys = noise_keys(rows.seeds[chosen], rows.positions[chosen])
+        return Noisy(self._index(chosen), *keys, self._column(rows.temperature[chosen]).float())
+
+    def _agree(self, values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """The id with the best value over all ranks' ranges; of equals, the lowest."""
         ids = local + self.first_id
         if self.group.size == 1:
             return ids
@@ -105,37 +110,3 @@ def truncate(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> to
     keep &= probabilities >= min_p * probabilities[:, :1]
     keep[:, 0] = True
     return logits.masked_fill(~torch.zeros_like(keep).scatter_(-1, order, keep), float("-inf"))
-
-
-def noise_keys(rows: SamplingRows, chosen: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two 32-bit keys per chosen row from its (seed, position), by SplitMix64."""
-    with np.errstate(over="ignore"):
-        mixed = _splitmix64(_splitmix64(rows.seeds[chosen]) ^ rows.positions[chosen].astype(np.uint64))
-    high = torch.from_numpy((mixed >> np.uint64(32)).astype(np.int64))
-    low = torch.from_numpy((mixed & np.uint64(_MASK32)).astype(np.int64))
-    return high, low
-
-
-def gumbel_noise(high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise [n, ids], fp32: a 32-bit integer hash of each key pair and id, made uniform in (0, 1)."""
-    noise = torch.empty(len(high), len(ids), dtype=torch.float32, device=ids.device)
-    spread = ids * 0x9E3779B1
-    for row, (first, second) in enumerate(zip(high.tolist(), low.tolist(), strict=True)):  # a row fits in a CPU's cache
-        x = _mix32((spread + first).bitwise_and_(_MASK32))
-        x = _mix32(x.bitwise_xor_(second))
-        noise[row] = x.double().add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
-    return noise
-
-
-def _splitmix64(x: np.ndarray) -> np.ndarray:
-    x = x.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser "lowbias32" (C. Wellons, hash-prospector) on 32-bit values held in int64, in place."""
-    x.bitwise_xor_(x >> 16).mul_(0x7FEB352D).bitwise_and_(_MASK32)
-    x.bitwise_xor_(x >> 15).mul_(0x846CA68B).bitwise_and_(_MASK32)
-    return x.bitwise_xor_(x >> 16)

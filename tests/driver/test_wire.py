@@ -60,6 +60,22 @@ PARAMS = st.builds(
     ignore_eos=st.booleans(),
     priority=st.integers(-100, 100),
     cache_salt=st.none() | TEXT,
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.1, 2),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, MAX_COUNT), st.floats(-100, 100), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    guide=st.sampled_from(
+        [
+            None,
+            {"json_object": True},
+            {"json_schema": {"type": "object", "properties": {"b": {}, "a": {}}}},
+            {"regex": "[ab]+"},
+            {"choice": ["yes", "n\u00f6"]},
+            {"grammar": 'start: "a"'},
+        ]
+    ),
 )
 IDS = st.lists(st.integers(0, 2**31), max_size=8)
 MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), min_size=1, max_size=3)
