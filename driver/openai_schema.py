@@ -12,10 +12,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from scheduler.params import MAX_COUNT, MAX_PRIORITY, MAX_TEMPERATURE, SEED_MAX, SEED_MIN, InvalidRequest
-from scheduler.params import SamplingParams
+from scheduler.params import (
+    MAX_COUNT,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_TEMPERATURE,
+    SEED_MAX,
+    SEED_MIN,
+    InvalidRequest,
+    SamplingParams,
+)
 
-MAX_TOP_LOGPROBS = 20
 MAX_SEQUENCES = 1 << 16  # of one request; the service's own limits are lower
 
 IGNORED = frozenset(
@@ -145,9 +153,9 @@ class GenerationBody(Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_PENALTY)] | None = None
     logit_bias: dict[str, float] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: str | None = None
@@ -172,7 +180,7 @@ class CompletionBody(GenerationBody):
     prompt: PromptField
     best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -180,7 +188,7 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -214,7 +222,7 @@ def sampling_params(body: GenerationBody, **fields: Any) -> SamplingParams:
     if body.top_k is not None:
         values["top_k"] = max(0, body.top_k)  # -1 is vLLM's way to say all
     if body.logit_bias:
-        values["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+        values["logit_bias"] = body.logit_bias
     guide = guide_of(body)
     if guide is not None:
         values["guide"] = guide
@@ -254,10 +262,3 @@ def _schema(field: str, value: dict[str, Any] | str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{field} must be a JSON schema, got {value!r:.100}")
     return schema
-
-
-def _token_id(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise InvalidRequest(f"logit_bias: a key must be a token id, got {key!r:.100}") from None

@@ -53,6 +53,15 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability, and the likeliest tokens at its place with theirs, (token id, log probability)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Increment:
     """A piece of a stream; finish_reason is set in the last one. cached_tokens: as in Completion."""
 
@@ -61,15 +70,15 @@ class Increment:
     finish_reason: str | None
     stop_reason: int | str | None = None
     cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @classmethod
     def of(cls, update: Update) -> Increment:
         """Raises what the request has failed with."""
         if update.error is not None:
             raise update.error
-        return cls(
-            update.text, update.token_ids, update.finish_reason, update.stop_reason, update.cached_tokens
-        )
+        return cls(update.text, update.token_ids, update.finish_reason, update.stop_reason, update.cached_tokens)
 
 
 class Stream:

@@ -109,7 +109,7 @@ class Tokenizer:
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return None
-        if token_id not in self._added_ids:
+        if token_id not in self._added:
             if self._is_byte_level and all(character in _BYTES for character in piece):
                 return bytes(_BYTES[character] for character in piece)
             if (found := _BYTE_PIECE.fullmatch(piece)) is not None:
@@ -117,9 +117,13 @@ class Tokenizer:
             piece = piece.replace("\u2581", " ")  # as SentencePiece writes a space
         return piece.encode()
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves it out."""
+        return token_id in self._added and self._added[token_id].special
+
     @functools.cached_property
-    def _added_ids(self) -> frozenset[int]:
-        return frozenset(self._backend.get_added_tokens_decoder())
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        return self._backend.get_added_tokens_decoder()
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:
