@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from scheduler.plan import Admission, Chunk, StepPlan
+from scheduler.plan import Admission, Chunk, Extras, StepPlan
 
 _INT32_MAX = 2**31 - 1
 
@@ -47,7 +47,17 @@ def encode_plan(plan: StepPlan) -> bytes:
             plan.epoch,
             plan.step,
             [
-                [a.row, _pack(a.tokens), a.seed, a.temperature, a.top_k, a.top_p, a.min_p, a.computed]
+                [
+                    a.row,
+                    _pack(a.tokens),
+                    a.seed,
+                    a.temperature,
+                    a.top_k,
+                    a.top_p,
+                    a.min_p,
+                    a.computed,
+                    _packed(a.extras),
+                ]
                 for a in plan.admissions
             ],
             plan.new_blocks,
@@ -98,7 +108,7 @@ def _result(items: list[Any]) -> StepResult:
 
 
 def _admission(
-    row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, computed: Any
+    row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, computed: Any, extras: Any
 ) -> Admission:
     return Admission(
         _count(row),
@@ -109,6 +119,45 @@ def _admission(
         _typed(top_p, float),
         _typed(min_p, float),
         _count(computed),
+        None if extras is None else _extras(*_typed(extras, list)),
+    )
+
+
+def _packed(extras: Extras | None) -> list[Any] | None:
+    if extras is None:
+        return None
+    e = extras
+    return [
+        *(e.num_prompt, e.frequency_penalty, e.presence_penalty, e.repetition_penalty, _pack(e.bias_ids), e.biases),
+        *(e.min_tokens, _pack(e.end_ids), e.logprobs, e.prompt_logprobs, e.scored, e.guide),
+    ]
+
+
+def _extras(
+    num_prompt: Any,
+    frequency: Any,
+    presence: Any,
+    repetition: Any,
+    bias_ids: Any,
+    biases: Any,
+    min_tokens: Any,
+    end_ids: Any,
+    logprobs: Any,
+    prompt_logprobs: Any,
+    scored: Any,
+    guide: Any,
+) -> Extras:
+    ids, values = _unpack(bias_ids), _floats(biases)
+    if len(ids) != len(values):
+        raise FrameError(f"{len(ids)} biased ids came with {len(values)} biases")
+    if guide is not None:
+        kind, text = _typed(guide, list)
+        guide = (_typed(kind, str), _typed(text, str))
+    return Extras(
+        _count(num_prompt),
+        *(_typed(frequency, float), _typed(presence, float), _typed(repetition, float), ids, values),
+        *(_count(min_tokens), _unpack(end_ids), _optional_count(logprobs), _optional_count(prompt_logprobs)),
+        *(_count(scored), guide),
     )
 
 
@@ -138,6 +187,14 @@ def _count(value: Any, high: int = _INT32_MAX) -> int:
     if type(value) is not int or not 0 <= value <= high:
         raise FrameError(f"expected an integer in [0, {high}], got {value!r}")
     return value
+
+
+def _optional_count(value: Any) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _floats(values: Any) -> list[float]:
+    return [_typed(value, float) for value in _typed(values, list)]
 
 
 def _counts(values: Any) -> list[int]:

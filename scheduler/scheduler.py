@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 
+from scheduler.admission import admission_of
 from scheduler.blocks import BlockPool
 from scheduler.budget import StepBudget, TokenBudget
 from scheduler.decoding import DecodingSet
 from scheduler.frame import StepResult
 from scheduler.limits import Limits
 from scheduler.params import InvalidRequest
-from scheduler.plan import Admission, Chunk, StepPlan
+from scheduler.plan import Chunk, StepPlan
 from scheduler.prefix import PrefixCache
 from scheduler.request import Phase, Request
 from scheduler.step import BegunChunk, Counters, Draft, StepInFlight
@@ -306,19 +307,7 @@ class Scheduler:
         if not request.preemptions:
             request.cached_tokens = request.scheduled
         self.counters.cached_tokens += request.scheduled
-        params = request.params
-        draft.plan.admissions.append(
-            Admission(
-                request.row,
-                list(request.tokens),
-                request.seed,
-                float(params.temperature),
-                params.top_k,
-                float(params.top_p),
-                float(params.min_p),
-                request.scheduled,
-            )
-        )
+        draft.plan.admissions.append(admission_of(request))
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)

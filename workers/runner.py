@@ -17,6 +17,7 @@ from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint
 from parallel.split import shard_heads
 from scheduler.plan import StepPlan
+from workers.adjust import Adjustments
 from workers.architecture import Architecture
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs
@@ -84,6 +85,7 @@ class ModelRunner:
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
         self.sampler = Sampler(arch.vocab_size, group, device, self.kernels)
+        self.adjustments = Adjustments(self.sampler.own_range, device)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // block_size), block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
@@ -140,6 +142,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan, started: float) -> LaunchedStep:
         """Starts one step and returns without waiting for the device."""
         self.rows.apply(plan)
+        self.adjustments.admit(plan.admissions)
         inputs = build_inputs(plan, self.rows, self.last_tokens, self.device)
         tokens = self._sample(inputs)
         self.rows.advance(plan)
@@ -199,6 +202,8 @@ class ModelRunner:
             return self.last_tokens[:0]
         logits = self._compute(self._logits, inputs)
         picked, rows = inputs.sampled_rows, self.rows
+        asking = self.adjustments.asking(picked)
+        self.adjustments.apply(logits, asking, inputs.next_positions)
         sampling = SamplingRows(
             seeds=rows.seeds[picked],
             positions=inputs.next_positions,
@@ -208,6 +213,7 @@ class ModelRunner:
             min_p=rows.min_p[picked],
         )
         tokens = self.sampler.sample(logits, sampling)
+        self.adjustments.count(tokens, asking)
         self.last_tokens[torch.from_numpy(picked).to(self.device)] = tokens
         return tokens
 
