@@ -36,5 +36,8 @@ def _extras(request: Request) -> Extras | None:
         list(biases.values()),
         params.min_tokens if holds_end else 0,
         sorted(request.stop_ids) if holds_end else [],
+        params.logprobs,
+        None if request.is_scored else params.prompt_logprobs,
+        0 if request.is_scored else len(request.prompt_logprobs),
     )
     return None if extras == Extras(num_prompt) else extras

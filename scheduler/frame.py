@@ -5,15 +5,14 @@ A frame is a flat list, so that steady decode is a few dozen bytes. Token lists 
 
 from __future__ import annotations
 
-import array
-import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
+from scheduler.logprobs import TokenLogprobs, pack, pack_logprobs, unpack, unpack_logprobs
 from scheduler.plan import Admission, Chunk, Extras, StepPlan
 
 _INT32_MAX = 2**31 - 1
@@ -21,6 +20,18 @@ _INT32_MAX = 2**31 - 1
 
 class FrameError(RuntimeError):
     """Bytes that are not a frame of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepExtras:
+    """What few requests ask for besides tokens.
+
+    logprobs: places among the step's sampled rows, and their tokens' log probabilities.
+    prompt_logprobs: (which of the step's chunks, index of the first token in its row, the tokens' log probabilities).
+    """
+
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,7 @@ class StepResult:
     step: int
     tokens: list[int]
     seconds: float
+    extras: StepExtras | None = None
 
 
 def tokens_crc(tokens: list[int]) -> int:
@@ -77,12 +89,17 @@ def decode_plan(frame: bytes) -> StepPlan:
 
 
 def encode_result(result: StepResult) -> bytes:
-    return msgpack.packb([result.epoch, result.step, _pack(result.tokens), result.seconds])
+    extras = result.extras
+    packed = extras and [
+        [[place, pack_logprobs([entry])] for place, entry in extras.logprobs],
+        [[chunk, first, pack_logprobs(entries)] for chunk, first, entries in extras.prompt_logprobs],
+    ]
+    return msgpack.packb([result.epoch, result.step, _pack(result.tokens), result.seconds, packed])
 
 
 def decode_result(frame: bytes) -> StepResult:
     """Raises FrameError for anything that is not a well-formed result."""
-    return _decode(frame, 4, _result)
+    return _decode(frame, 5, _result)
 
 
 def _plan(items: list[Any]) -> StepPlan:
@@ -103,8 +120,23 @@ def _plan(items: list[Any]) -> StepPlan:
 
 
 def _result(items: list[Any]) -> StepResult:
-    epoch, step, tokens, seconds = items
-    return StepResult(_count(epoch), _count(step), _unpack(tokens), _typed(seconds, float))
+    epoch, step, tokens, seconds, extras = items
+    extras = None if extras is None else _step_extras(*_typed(extras, list))
+    return StepResult(_count(epoch), _count(step), _unpack(tokens), _typed(seconds, float), extras)
+
+
+def _step_extras(logprobs: Any, prompt_logprobs: Any) -> StepExtras:
+    sampled = []
+    for place, columns in _typed(logprobs, list):
+        (entry,) = unpack_logprobs(columns)
+        sampled.append((_count(place), entry))
+    return StepExtras(
+        sampled,
+        [
+            (_count(chunk), _count(first), unpack_logprobs(columns))
+            for chunk, first, columns in _typed(prompt_logprobs, list)
+        ],
+    )
 
 
 def _admission(
@@ -202,15 +234,8 @@ def _counts(values: Any) -> list[int]:
 
 
 def _pack(tokens: list[int]) -> bytes:
-    packed = array.array("i", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return pack("i", tokens)
 
 
 def _unpack(data: Any) -> list[int]:
-    packed = array.array("i")
-    packed.frombytes(_typed(data, bytes))
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tolist()
+    return unpack("i", data)

@@ -19,7 +19,7 @@ from scheduler.params import InvalidRequest
 from scheduler.plan import Chunk, StepPlan
 from scheduler.prefix import PrefixCache
 from scheduler.request import Phase, Request
-from scheduler.step import BegunChunk, Counters, Draft, StepInFlight
+from scheduler.step import BegunChunk, Counters, Draft, StepInFlight, take_extras
 from scheduler.step_time import StepWork, chunk_pairs
 
 
@@ -129,6 +129,8 @@ class Scheduler:
             if request.row >= 0 and request.preemptions == preemptions:
                 self._prefixes.publish(request, computed)
         self.pool.step_ended(entry.step)
+        if result.extras is not None:
+            take_extras(entry, result.extras)
         news = []
         for request, token in zip(entry.sampled, result.tokens, strict=True):
             request.in_flight -= 1
@@ -344,8 +346,9 @@ class Scheduler:
                 filled.append((request, request.preemptions, request.scheduled))
         sampled += decoding.requests.values()
         self._step += 1
+        chunks = [chunk.request for chunk in draft.chunks]
         budget = plan.num_decodes + draft.budget.granted
-        self.in_flight.append(StepInFlight(plan.step, sampled, filled, work, self.budget.predict(work), budget))
+        self.in_flight.append(StepInFlight(plan.step, sampled, filled, chunks, work, self.budget.predict(work), budget))
         self.counters.steps += 1
         self.counters.late_steps += draft.budget.forced
         self.counters.prefill_tokens += plan.num_prefill_tokens
