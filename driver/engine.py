@@ -20,6 +20,7 @@ from driver.text import TextStream
 from driver.trace import StepTrace
 from scheduler.budget import MIN_PREFILL_TOKENS
 from scheduler.frame import StepResult, encode_plan, tokens_crc
+from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -36,6 +37,8 @@ class Update:
     """News of one request: text and token ids since the last one, and how it ended if it did.
 
     cached_tokens: prompt tokens that the prefix cache had.
+    logprobs: of the token ids, one each; None where they were not asked for.
+    prompt_logprobs: of the prompt's tokens, None for the first; comes once, with the first output token at the latest.
     error: why it failed; set together with finish_reason "error".
     at: `time.perf_counter()` when the engine had the token.
     """
@@ -48,6 +51,8 @@ class Update:
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     error: Exception | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 Sink = Callable[[Update], None]
@@ -100,6 +105,23 @@ class _Live:
     request: Request
     text: TextStream
     sink: Sink
+    told_prompt: bool = False
+
+    def take_logprobs(self) -> list[TokenLogprobs] | None:
+        """Those of the tokens that are told of next."""
+        if self.request.params.logprobs is None:
+            return None
+        taken, self.request.logprobs = self.request.logprobs, []
+        return taken
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The prompt's, once, as soon as all of them are known."""
+        request = self.request
+        if request.params.prompt_logprobs is None or self.told_prompt or not request.is_scored:
+            return None
+        self.told_prompt = True
+        taken, request.prompt_logprobs = request.prompt_logprobs, [None] * request.num_prompt
+        return taken
 
 
 class Engine:
@@ -239,7 +261,17 @@ class Engine:
             if live.text.stop is not None:
                 request.finish_reason, request.stop_reason = "stop", live.text.stop
         live.sink(
-            Update(request.id, text, token_ids, request.finish_reason, now, request.stop_reason, request.cached_tokens)
+            Update(
+                request.id,
+                text,
+                token_ids,
+                request.finish_reason,
+                now,
+                request.stop_reason,
+                request.cached_tokens,
+                logprobs=live.take_logprobs(),
+                prompt_logprobs=live.take_prompt_logprobs(),
+            )
         )
 
     def _add(self, live: _Live) -> None:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from driver.api_errors import ApiError
 from driver.config import ConfigError
 from driver.handle import Client
-from driver.results import Increment, TokenLogprobs
+from driver.results import Increment
 from driver.tokenizer import Tokenizer
 from driver.wire import ServiceUnavailable
+from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest, SamplingParams
 
 SHORT_TEXT = 2000  # characters that are encoded in less time than it takes to hand them to a thread

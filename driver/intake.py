@@ -31,7 +31,7 @@ class Intake:
 
     def text_stream(self, request: Request) -> TextStream:
         decode = self.model.tokenizer.decode if self.model.tokenizer else None
-        return TextStream(decode, request.params.stop)
+        return TextStream(decode, request.params.stop, request.params.min_tokens)
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, produced: Sequence[int] = ()) -> Request:
         """Makes a request. Raises InvalidRequest, naming value and limit.
@@ -46,7 +46,13 @@ class Intake:
         room = self._room(token_ids, params)
         if params.stop and self.model.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer, and this model folder has none")
-        max_tokens = params.max_tokens or min(room, self._cache_room(len(token_ids)), DEFAULT_MAX_TOKENS)
+        _check_biases(params, vocab_size)
+        default = max(DEFAULT_MAX_TOKENS, params.min_tokens)
+        max_tokens = params.max_tokens or min(room, self._cache_room(len(token_ids)), default)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens {params.min_tokens} is more than the {max_tokens} tokens that there is room for"
+            )
         earlier = checked_ids(produced, vocab_size)
         if len(earlier) > max_tokens:
             raise InvalidRequest(f"{len(earlier)} tokens have been produced already, more than max_tokens {max_tokens}")
@@ -82,6 +88,12 @@ class Intake:
     def _cache_room(self, num_prompt: int) -> int:
         """New tokens that the KV cache could hold after a prompt; at least 1, and unlimited before it exists."""
         return self.model.max_model_len if self.kv_tokens is None else max(1, self.kv_tokens + 1 - num_prompt)
+
+
+def _check_biases(params: SamplingParams, vocab_size: int) -> None:
+    for token_id in params.logit_bias or ():
+        if token_id >= vocab_size:
+            raise InvalidRequest(f"logit_bias token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:

@@ -51,7 +51,10 @@ class Call:
 
     def take(self, update: Update) -> None:
         self.ask.produced.extend(update.token_ids)
-        self.ask = replace(self.ask, seen=self.ask.seen + len(update.text))
+        params = self.ask.params
+        if update.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # asked again, it need not tell them again
+        self.ask = replace(self.ask, params=params, seen=self.ask.seen + len(update.text))
         self.sink(update)
 
     def end_aborted(self) -> None:
@@ -219,10 +222,10 @@ class Link:
             self._heard_at = time.monotonic()
             try:
                 kind, items = wire.decode(frame, wire.FROM_DRIVER)
+                getattr(self, f"_on_{kind}")(*items)
             except wire.WireError as error:
                 self._lose(str(error))
                 return
-            getattr(self, f"_on_{kind}")(*items)
 
     def _on_welcome(self, about: dict[str, Any]) -> None:
         self.reconnections += 1
@@ -246,12 +249,14 @@ class Link:
 
     def _on_updates(self, updates: list[Any]) -> None:
         now = time.perf_counter()
-        for number, text, token_ids, finish_reason, stop_reason, cached_tokens in updates:
+        for item in updates:
+            number, text, token_ids, finish_reason, stop_reason, cached_tokens, *scores = wire.read_update(item)
             call = self._active.get(number)
             if call is not None:
                 if finish_reason is not None:
                     del self._active[number]
-                call.take(Update(str(number), text, token_ids, finish_reason, now, stop_reason, cached_tokens))
+                about = (str(number), text, token_ids, finish_reason, now, stop_reason, cached_tokens, None)
+                call.take(Update(*about, *scores))
 
     def _on_refused(self, number: int, kind: str, message: str) -> None:
         error = wire.REFUSALS.get(kind, wire.RequestFailed)(message)

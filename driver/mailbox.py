@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from driver.engine import Update
+from scheduler.logprobs import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -16,14 +17,24 @@ class _Pile:
     last: Update
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def add(self, update: Update) -> None:
         self.last = update
         self.texts.append(update.text)
         self.token_ids += update.token_ids
+        self.logprobs += update.logprobs or ()
+        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
 
     def joined(self) -> Update:
-        return replace(self.last, text="".join(self.texts), token_ids=self.token_ids)
+        return replace(
+            self.last,
+            text="".join(self.texts),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs or None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 class Mailbox:

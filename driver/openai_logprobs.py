@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from driver.results import TokenLogprobs
 from driver.tokenizer import Tokenizer
+from scheduler.logprobs import TokenLogprobs
 
 LOWEST = -9999.0  # JSON knows no infinity
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 
+from scheduler.admission import admission_of
 from scheduler.blocks import BlockPool
 from scheduler.budget import StepBudget, TokenBudget
 from scheduler.decoding import DecodingSet
 from scheduler.frame import StepResult
 from scheduler.limits import Limits
 from scheduler.params import InvalidRequest
-from scheduler.plan import Admission, Chunk, StepPlan
+from scheduler.plan import Chunk, StepPlan
 from scheduler.prefix import PrefixCache
 from scheduler.request import Phase, Request
-from scheduler.step import BegunChunk, Counters, Draft, StepInFlight
+from scheduler.step import BegunChunk, Counters, Draft, StepInFlight, take_extras
 from scheduler.step_time import StepWork, chunk_pairs
 
 
@@ -128,6 +129,8 @@ class Scheduler:
             if request.row >= 0 and request.preemptions == preemptions:
                 self._prefixes.publish(request, computed)
         self.pool.step_ended(entry.step)
+        if result.extras is not None:
+            take_extras(entry, result.extras)
         news = []
         for request, token in zip(entry.sampled, result.tokens, strict=True):
             request.in_flight -= 1
@@ -306,19 +309,7 @@ class Scheduler:
         if not request.preemptions:
             request.cached_tokens = request.scheduled
         self.counters.cached_tokens += request.scheduled
-        params = request.params
-        draft.plan.admissions.append(
-            Admission(
-                request.row,
-                list(request.tokens),
-                request.seed,
-                float(params.temperature),
-                params.top_k,
-                float(params.top_p),
-                float(params.min_p),
-                request.scheduled,
-            )
-        )
+        draft.plan.admissions.append(admission_of(request))
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -355,8 +346,9 @@ class Scheduler:
                 filled.append((request, request.preemptions, request.scheduled))
         sampled += decoding.requests.values()
         self._step += 1
+        chunks = [chunk.request for chunk in draft.chunks]
         budget = plan.num_decodes + draft.budget.granted
-        self.in_flight.append(StepInFlight(plan.step, sampled, filled, work, self.budget.predict(work), budget))
+        self.in_flight.append(StepInFlight(plan.step, sampled, filled, chunks, work, self.budget.predict(work), budget))
         self.counters.steps += 1
         self.counters.late_steps += draft.budget.forced
         self.counters.prefill_tokens += plan.num_prefill_tokens

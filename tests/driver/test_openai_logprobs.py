@@ -10,8 +10,8 @@ import pytest
 
 from driver.api_errors import to_json
 from driver.openai_logprobs import LOWEST, CompletionLogprobs, TokenNames, chat_logprobs, joined
-from driver.results import TokenLogprobs
 from driver.tokenizer import Tokenizer
+from scheduler.logprobs import TokenLogprobs
 from tests.models import END_ID
 
 E_ACUTE = list("é".encode())
