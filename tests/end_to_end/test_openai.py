@@ -271,6 +271,65 @@ def test_tokens_and_text(url: str) -> None:
     assert post(url, "/detokenize", {"tokens": [301]}).status_code == 400
 
 
+# ---- log probabilities
+
+
+def test_logprobs_of_a_completion_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = greedy(client, max_tokens=12, logprobs=2).choices[0].logprobs
+    assert len(whole.tokens) == len(whole.token_logprobs) == len(whole.top_logprobs) == len(whole.text_offset) == 12
+    for token, logprob, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
+        assert logprob == top[token] == max(top.values()), "greedy takes the likeliest"
+        assert len(top) == 2
+    pieces = [c.choices[0].logprobs for c in greedy(client, max_tokens=12, logprobs=2, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for piece in pieces for entry in getattr(piece, name)] == getattr(whole, name)
+
+
+def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
+    """What was made scores the same when it is a prompt, whether it is cached or not."""
+    prompt = list(b"The sea is")
+    made = greedy(client, prompt, max_tokens=8, logprobs=1, echo=True).choices[0].logprobs
+    assert made.token_logprobs[0] is made.top_logprobs[0] is None
+    assert made.tokens[:10] == list("The sea is")
+    assert len(made.tokens) == 18
+    for extra in ({}, {"cache_salt": "new"}, {}):
+        scored = greedy(client, prompt, max_tokens=0, logprobs=1, echo=True, extra_body=extra).choices[0].logprobs
+        assert scored.tokens == made.tokens[:10]
+        assert scored.token_logprobs[1:] == pytest.approx(made.token_logprobs[1:10], abs=1e-3)
+    pieces = [c.choices[0].logprobs for c in greedy(client, prompt, max_tokens=8, logprobs=1, echo=True, stream=True)]
+    assert [token for piece in pieces for token in piece.tokens] == made.tokens
+    assert [at for piece in pieces for at in piece.text_offset] == made.text_offset
+
+
+def test_the_best_of_several_is_the_likeliest(client: openai.OpenAI) -> None:
+    ask = {"model": "tiny", "prompt": ["ab", "c"], "max_tokens": 6, "seed": 4, "extra_body": {"ignore_eos": True}}
+    every = client.completions.create(**ask, n=5, logprobs=0).choices
+    means = [sum(one.logprobs.token_logprobs) / 6 for one in every]
+    best = client.completions.create(**ask, n=2, best_of=5)
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert best.usage.completion_tokens == 60
+    for at in (0, 1):
+        ranked = sorted(range(5 * at, 5 * at + 5), key=lambda index: means[index], reverse=True)
+        expected = [every[index].text for index in ranked[:2]]
+        assert [choice.text for choice in best.choices[2 * at : 2 * at + 2]] == expected
+    assert best.choices[0].logprobs is None
+
+
+def test_logprobs_of_a_chat_whole_and_streamed(client: openai.OpenAI) -> None:
+    def ask(**fields: Any) -> Any:
+        return client.chat.completions.create(
+            model="tiny", messages=HELLO, temperature=0, max_tokens=8, logprobs=True, **fields
+        )
+
+    whole = ask(top_logprobs=3).choices[0].logprobs.content
+    assert all(len(one.top_logprobs) == 3 for one in whole)
+    assert all(one.logprob == one.top_logprobs[0].logprob for one in whole)
+    assert all(one.token == one.top_logprobs[0].token for one in whole)
+    pieces = [c.choices[0].logprobs for c in ask(top_logprobs=3, stream=True)]
+    assert [one for piece in pieces if piece for one in piece.content] == whole
+    assert all(one.top_logprobs == [] for one in ask().choices[0].logprobs.content)
+
+
 # ---- refusals
 
 
@@ -363,24 +422,6 @@ def test_a_body_that_is_too_large_is_refused_while_it_is_read(narrow: str) -> No
     endless.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n" + b"x" * 1000)
     assert endless.recv(100).startswith(b"HTTP/1.1 413")
     endless.close()
-
-
-def test_a_full_queue_says_so(narrow: str) -> None:
-    """Four run or wait; the fifth is told to come again, and may, once there is room."""
-    body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "n": 2, "temperature": 0}
-    with httpx.Client(base_url=narrow, timeout=60) as http:
-        with http.stream("POST", "/v1/completions", json={**body, "stream": True, "max_tokens": LONG}) as first:
-            lines = first.iter_lines()
-            next(lines)
-            with http.stream("POST", "/v1/completions", json={**body, "stream": True, "max_tokens": LONG}) as second:
-                assert second.status_code == 200
-                refused = httpx.post(f"{narrow}/v1/completions", json=body, timeout=60)
-                if refused.status_code == 200:
-                    pytest.skip("the first were done before the others came")
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["code"] == "queue_full"
-    assert until(lambda: post(narrow, "/v1/completions", body).status_code == 200, 30)
 
 
 # ---- those who leave
