@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
+from driver.figures import Figures
 from driver.text import TextStream
 from driver.trace import StepTrace
 from scheduler.budget import MIN_PREFILL_TOKENS
@@ -100,11 +101,16 @@ class LateSteps:
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the engine, its text so far, and where its updates go."""
+    """A request in the engine, its text so far, and where its updates go.
+
+    asked_at, told_at: `time.perf_counter()` of its arrival and of its newest token, 0 before the first.
+    """
 
     request: Request
     text: TextStream
     sink: Sink
+    asked_at: float
+    told_at: float = 0.0
     told_prompt: bool = False
 
     def take_logprobs(self) -> list[TokenLogprobs] | None:
@@ -138,6 +144,7 @@ class Engine:
         self.executor = executor
         self.scheduler = scheduler
         self.frames = FrameSizes()
+        self.figures = Figures()
         self._trace = trace
         self._max_in_flight = max(1, async_depth)
         self._published_at: deque[float] = deque()  # of the steps in flight, `time.perf_counter()`
@@ -164,7 +171,8 @@ class Engine:
 
     def submit(self, request: Request, text: TextStream, sink: Sink) -> None:
         """Hands over a request. Its sink is called from the engine's thread. Raises EngineDead."""
-        self._command(lambda: self._add(_Live(request, text, sink)))
+        live = _Live(request, text, sink, time.perf_counter())
+        self._command(lambda: self._add(live))
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish reason "abort"; one that has ended already, or never was, is left alone."""
@@ -241,12 +249,14 @@ class Engine:
             if live.text.stop is not None:
                 self.scheduler.finish(request, "stop", live.text.stop)
             self._tell(live, text, [token], now)
+        self.figures.told_step(now)
 
     def _learn(self, result: StepResult, now: float) -> None:
         """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""
         step = self.scheduler.in_flight[0]
         seconds = now - max(self._published_at.popleft(), self._last_done)
         self._last_done = now
+        self.figures.took_step(seconds, step.budget, step.work.tokens)
         if self._trace:
             self._trace.done(step, result, seconds)
         self.scheduler.budget.observe(step.work, step.predicted, seconds)
@@ -254,12 +264,16 @@ class Engine:
 
     def _tell(self, live: _Live, text: str, token_ids: list[int], now: float) -> None:
         request = live.request
+        if token_ids:
+            self.figures.told_token(live.asked_at, live.told_at, now)
+            live.told_at = now
         if request.finish_reason is not None:
             del self._live[request.id]
             text += live.text.finish()
             # A stop string wins over "length": it is found in the text that the last token completes.
             if live.text.stop is not None:
                 request.finish_reason, request.stop_reason = "stop", live.text.stop
+            self.figures.ended_request(request.finish_reason, now - live.asked_at)
         live.sink(
             Update(
                 request.id,

@@ -10,7 +10,7 @@ from importlib import metadata
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter
 from starlette.types import ASGIApp
 
 from driver import openai_routes
@@ -19,6 +19,7 @@ from driver.config import ConfigError
 from driver.front import Front, HttpLimits
 from driver.handle import Client
 from driver.http_door import Door
+from driver.metrics import exposition
 from driver.service import DRAINING
 from driver.startup import READY
 from driver.wire import ServiceUnavailable
@@ -87,6 +88,7 @@ def make_app(client: Client, api_keys: Sequence[str] = (), limits: HttpLimits | 
     app = FastAPI(title="Quadriga", version=version(), docs_url=None, redoc_url=None)
     add_handlers(app)
     _add_state(app, client)
+    _add_metrics(app, client, figures)
     openai_routes.add_routes(app, front)
     paths = {route.path for route in app.routes if "{" not in route.path}
     return Door(app, api_keys, front.limits.max_body_bytes, answers, paths)
@@ -120,6 +122,17 @@ def _add_state(app: FastAPI, client: Client) -> None:
     async def stats() -> Response:
         """Totals since the driver's start and its present load."""
         return json_response(await client.astats())
+
+
+def _add_metrics(app: FastAPI, client: Client, own: CollectorRegistry) -> None:
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Figures in Prometheus' text format; also while the driver does not answer, to say so."""
+        try:
+            stats = await client.astats() if client.connected else None
+        except ServiceUnavailable:
+            stats = None
+        return Response(exposition(stats, client.restarts, own), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _state(client: Client, good: tuple[str, ...]) -> Response:

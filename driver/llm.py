@@ -118,12 +118,13 @@ class LLM:
         return self._intake.tokenizer("a chat").encode_chat(messages)
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start: steps, tokens by kind, preemptions, and frame counts and sizes in bytes."""
+        """Totals since the start: steps, tokens by kind, preemptions, frame counts and sizes in bytes; see Figures."""
         engine = self.start()._engine
         counters = engine.scheduler.counters
         return {
             **{name: getattr(counters, name) for name in counters.__dataclass_fields__},
             **{name: getattr(engine.frames, name) for name in engine.frames.__dataclass_fields__},
+            **engine.figures.snapshot(),
             "kv_blocks": engine.scheduler.pool.num_blocks,
             "kv_blocks_free": engine.scheduler.pool.num_free,
         }

@@ -124,6 +124,8 @@ def _run(args: argparse.Namespace) -> int:
         if args.detach:
             _say(f"service {args.name!r} is ready")
             return 0
+        while not client.connected and not stop.wait(0.02):  # whoever is told that it is ready must not get a 503
+            pass
         _say(f"{args.name!r} is ready at {server.url}")
         _wait(stop, host.status)
         _say(f"draining, for {args.drain_seconds:g} s at most; a second signal ends at once")
