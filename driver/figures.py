@@ -66,7 +66,7 @@ class Figures:
         self._since.clear()
 
     def ended_request(self, reason: str, seconds: float) -> None:
-        self.ended[reason] += 1
+        self.ended[reason] = self.ended.get(reason, 0) + 1
         self.whole.add(seconds)
 
     def snapshot(self) -> dict[str, Any]:
