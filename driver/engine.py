@@ -241,6 +241,10 @@ class Engine:
             if live.text.stop is not None:
                 self.scheduler.finish(request, "stop", live.text.stop)
             self._tell(live, text, [token], now)
+        while self.scheduler.failed:
+            request, reason = self.scheduler.failed.pop()
+            error = InvalidRequest(f"the guide cannot be followed any further: {reason}")
+            self._live.pop(request.id).sink(Update(request.id, "", [], "error", now, error=error))
 
     def _learn(self, result: StepResult, now: float) -> None:
         """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""
