@@ -13,7 +13,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # In units of work, never in time, so that all ranks give up at the same token. A mask takes well below a millisecond
-# with what people write, and some tens of milliseconds, for which all requests wait, where these limits are met.
+# with what people write; where these limits are met all requests wait for up to a tenth of a second.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
 # A model that has nothing to say must not fill its answer with blanks.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,32}"}

@@ -42,7 +42,7 @@ GUIDES = {
     "schema": {"json_schema": SCHEMA},
     "object": {"json_object": True},
 }
-TOO_COMPLEX = {"regex": "(.*a.{20}|.*b.{30}|.*c.{25}d)c"}
+TOO_COMPLEX = {"regex": "(a?){3000}a{3000}"}  # behind the first token
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +135,8 @@ def test_preemption_and_a_new_start_change_nothing(ranks: Ranks) -> None:
                     update = updates.get(timeout=60)
                     ended, got = update.finish_reason is not None, got + update.token_ids
                 assert tokens[:cut] + got == tokens
-    with ranks.llm(budget=16, num_blocks=25) as llm:
-        assert outputs(llm, [PROMPT] * len(names), [params(name) for name in names]) == whole
+    with ranks.llm(budget=16, num_blocks=20) as llm:
+        assert outputs(llm, [PROMPT] * 2 * len(names), [params(name) for name in names] * 2) == whole * 2
         assert llm.stats()["preemptions"] > 0
 
 
@@ -166,7 +166,6 @@ def test_a_guides_end_is_the_end(ranks: Ranks, expected: dict[str, list[int]]) -
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum"),
         ({"json_schema": {"type": "object", "not": {"required": ["a"]}}}, "not"),
         ({"grammar": "start: missing"}, 'unknown name: "missing"'),
-        ({"regex": "(a{1000}b{1000}){1000}"}, "too many"),
     ],
 )
 def test_a_bad_guide_is_refused_with_its_reason_before_anything_runs(
