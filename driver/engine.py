@@ -250,6 +250,12 @@ class Engine:
                 self.scheduler.finish(request, "stop", live.text.stop)
             self._tell(live, text, [token], now)
         self.figures.told_step(now)
+        while self.scheduler.failed:
+            request, reason = self.scheduler.failed.pop()
+            error = InvalidRequest(f"the guide cannot be followed any further: {reason}")
+            live = self._live.pop(request.id)
+            self.figures.ended_request("error", now - live.asked_at)
+            live.sink(Update(request.id, "", [], "error", now, error=error))
 
     def _learn(self, result: StepResult, now: float) -> None:
         """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""

@@ -42,7 +42,7 @@ class Figures:
     whole: Histogram = field(default_factory=lambda: Histogram(WHOLE_BOUNDS))
     step: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS))
     generated: int = 0
-    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort"), 0))
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
     budget: int = 0
     step_tokens: int = 0
     # Of the step whose tokens are being told: rows by when their last token came, which is the same for most.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Sequence
 from numbers import Integral
@@ -13,6 +14,7 @@ from driver.text import TextStream
 from driver.tokenizer import Tokenizer
 from scheduler.params import DEFAULT_MAX_TOKENS, InvalidRequest, SamplingParams
 from scheduler.request import Request
+from workers.grammar import GuideError, GuideMaker
 
 BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but no token ids
 
@@ -23,6 +25,8 @@ class Intake:
     def __init__(self, model: Model, kv_tokens: int | None = None) -> None:
         self.model = model
         self.kv_tokens = kv_tokens
+        self._guide_fault = functools.lru_cache(maxsize=128)(self._try_guide)
+        self._guides = GuideMaker(model.folder, model.arch.vocab_size, model.end_token_ids)
 
     def tokenizer(self, what: str) -> Tokenizer:
         if self.model.tokenizer is None:
@@ -56,7 +60,9 @@ class Intake:
         earlier = checked_ids(produced, vocab_size)
         if len(earlier) > max_tokens:
             raise InvalidRequest(f"{len(earlier)} tokens have been produced already, more than max_tokens {max_tokens}")
-        end = frozenset() if params.ignore_eos else self.model.end_token_ids
+        # A guide's output ends where nothing more fits it; going on would add nothing but end tokens.
+        end = frozenset() if params.ignore_eos and params.guide is None else self.model.end_token_ids
+        self._check_guide(params)
         return Request(
             id=request_id,
             tokens=token_ids + earlier,
@@ -66,6 +72,22 @@ class Intake:
             seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
             num_prompt=len(token_ids),
         )
+
+    def _check_guide(self, params: SamplingParams) -> None:
+        if params.guide is None:
+            return
+        self.tokenizer("a guide")
+        reason = self._guide_fault(params.guide.kind, params.guide.text)
+        if reason is not None:
+            raise InvalidRequest(f"guide's {params.guide.kind} cannot be used: {reason}")
+
+    def _try_guide(self, kind: str, text: str) -> str | None:
+        """What is wrong with a guide, or None."""
+        try:
+            self._guides.check(kind, text)
+        except GuideError as error:
+            return str(error)
+        return None
 
     def _room(self, token_ids: list[int], params: SamplingParams) -> int:
         """New tokens that the context length leaves."""

@@ -27,6 +27,7 @@ def _extras(request: Request) -> Extras | None:
     params, num_prompt = request.params, request.num_prompt
     biases = params.logit_bias or {}
     holds_end = params.min_tokens > len(request.tokens) - num_prompt
+    guide = params.guide
     extras = Extras(
         num_prompt,
         float(params.frequency_penalty),
@@ -35,9 +36,10 @@ def _extras(request: Request) -> Extras | None:
         list(biases),
         list(biases.values()),
         params.min_tokens if holds_end else 0,
-        sorted(request.stop_ids) if holds_end else [],
+        sorted(request.stop_ids) if holds_end or guide else [],
         params.logprobs,
         None if request.is_scored else params.prompt_logprobs,
         0 if request.is_scored else len(request.prompt_logprobs),
+        (guide.kind, guide.text) if guide else None,
     )
     return None if extras == Extras(num_prompt) else extras

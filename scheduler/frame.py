@@ -28,10 +28,12 @@ class StepExtras:
 
     logprobs: places among the step's sampled rows, and their tokens' log probabilities.
     prompt_logprobs: (which of the step's chunks, index of the first token in its row, the tokens' log probabilities).
+    failures: places among the sampled rows that cannot go on, and why; their tokens mean nothing.
     """
 
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ def encode_result(result: StepResult) -> bytes:
     packed = extras and [
         [[place, pack_logprobs([entry])] for place, entry in extras.logprobs],
         [[chunk, first, pack_logprobs(entries)] for chunk, first, entries in extras.prompt_logprobs],
+        extras.failures,
     ]
     return msgpack.packb([result.epoch, result.step, _pack(result.tokens), result.seconds, packed])
 
@@ -125,7 +128,7 @@ def _result(items: list[Any]) -> StepResult:
     return StepResult(_count(epoch), _count(step), _unpack(tokens), _typed(seconds, float), extras)
 
 
-def _step_extras(logprobs: Any, prompt_logprobs: Any) -> StepExtras:
+def _step_extras(logprobs: Any, prompt_logprobs: Any, failures: Any) -> StepExtras:
     sampled = []
     for place, columns in _typed(logprobs, list):
         (entry,) = unpack_logprobs(columns)
@@ -136,6 +139,7 @@ def _step_extras(logprobs: Any, prompt_logprobs: Any) -> StepExtras:
             (_count(chunk), _count(first), unpack_logprobs(columns))
             for chunk, first, columns in _typed(prompt_logprobs, list)
         ],
+        [(_count(place), _typed(reason, str)) for place, reason in _typed(failures, list)],
     )
 
 

@@ -47,6 +47,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # likewise
         self.in_flight: deque[StepInFlight] = deque()
+        self.failed: list[tuple[Request, str]] = []  # and why; for the caller of `update` to take out
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._decoding = DecodingSet()
         self._arrivals = 0
@@ -129,8 +130,10 @@ class Scheduler:
             if request.row >= 0 and request.preemptions == preemptions:
                 self._prefixes.publish(request, computed)
         self.pool.step_ended(entry.step)
-        if result.extras is not None:
-            take_extras(entry, result.extras)
+        for request, reason in take_extras(entry, result.extras) if result.extras else ():
+            if request.phase is not Phase.FINISHED:
+                self.finish(request, "error")
+                self.failed.append((request, reason))
         news = []
         for request, token in zip(entry.sampled, result.tokens, strict=True):
             request.in_flight -= 1

@@ -30,8 +30,8 @@ class StepInFlight:
     budget: int
 
 
-def take_extras(entry: StepInFlight, extras: StepExtras) -> None:
-    """Hands the log probabilities that came with the step's result to their requests."""
+def take_extras(entry: StepInFlight, extras: StepExtras) -> list[tuple[Request, str]]:
+    """Hands the log probabilities that came with the step's result to their requests. Returns those that failed."""
     for place, logprobs in extras.logprobs:
         request = entry.sampled[place]
         if request.phase is not Phase.FINISHED:
@@ -44,6 +44,7 @@ def take_extras(entry: StepInFlight, extras: StepExtras) -> None:
             )
         # What was in flight when the request was preempted may come a second time.
         known += entries[len(known) - first :]
+    return [(entry.sampled[place], reason) for place, reason in extras.failures]
 
 
 @dataclass(slots=True)

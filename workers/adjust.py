@@ -1,4 +1,5 @@
-"""What the few rows that ask for it do to their logits before a token is chosen: bias, penalties, fewest tokens.
+"""What the few rows that ask for it do to their logits before a token is chosen: bias, penalties, fewest tokens,
+guides.
 
 Each rank adjusts its own vocabulary range. What a row has said is kept beside it on the device and counted when a token
 is sampled, so that a step which was planned before the driver knew the last token sees that token all the same.
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 
 from scheduler.plan import Admission, Extras
+from workers.grammar import GuideMaker
+from workers.guides import GuideState
 
 _LARGEST = 1e30  # what a penalty close to 0 may make of a logit
 
@@ -23,6 +26,7 @@ class AdjustedRow:
 
     bias_ids, end_ids: [n] int64 places in the range; biases: [n] fp32.
     counts: [ids] fp32, how often each token is in the output; in_prompt: [ids] bool; None where nothing needs them.
+    guide: None where there is none.
     """
 
     extras: Extras
@@ -31,16 +35,17 @@ class AdjustedRow:
     end_ids: torch.Tensor
     counts: torch.Tensor | None
     in_prompt: torch.Tensor | None
+    guide: GuideState | None
 
 
 Asking = Sequence[tuple[int, AdjustedRow]]  # places among a step's sampled rows, and their wishes
 
 
 class Adjustments:
-    """own_ids: the range of token ids that this rank's logits are of."""
+    """own_ids: the range of token ids that this rank's logits are of. guides: makes their matchers."""
 
-    def __init__(self, own_ids: range, device: torch.device) -> None:
-        self.own_ids, self.device = own_ids, device
+    def __init__(self, own_ids: range, vocab_size: int, device: torch.device, guides: GuideMaker) -> None:
+        self.own_ids, self.vocab_size, self.device, self._guides = own_ids, vocab_size, device, guides
         self._rows: dict[int, AdjustedRow] = {}
 
     def admit(self, admissions: Iterable[Admission]) -> None:
@@ -64,16 +69,24 @@ class Adjustments:
                 scores.index_add_(0, row.bias_ids, row.biases)
             if row.counts is not None:
                 _penalise(scores, row)
-            if int(next_positions[place]) - extras.num_prompt < extras.min_tokens:
+            may_end = int(next_positions[place]) - extras.num_prompt >= extras.min_tokens
+            if row.guide is not None:
+                self._follow(scores, row.guide, may_end)
+            elif not may_end:
                 scores[row.end_ids] = float("-inf")
+
+    def _follow(self, scores: torch.Tensor, guide: GuideState, may_end: bool) -> None:
+        allowed = guide.allowed(self.vocab_size, may_end)[self.own_ids.start : self.own_ids.stop]
+        scores.masked_fill_(torch.from_numpy(~allowed).to(self.device), float("-inf"))
 
     def count(self, tokens: torch.Tensor, asking: Asking) -> None:
         """Takes in the step's sampled tokens, [s] int64, without waiting for them."""
-        if not self.own_ids:
-            return
         for place, row in asking:
-            if row.counts is not None:
-                local = tokens[place : place + 1] - self.own_ids.start
+            token = tokens[place : place + 1]
+            if row.guide is not None:
+                row.guide.expect(token)
+            if row.counts is not None and self.own_ids:
+                local = token - self.own_ids.start
                 is_own = ((local >= 0) & (local < len(self.own_ids))).float()
                 row.counts.index_add_(0, local.clamp(0, len(self.own_ids) - 1), is_own)
 
@@ -84,6 +97,9 @@ class Adjustments:
             counts = self._counted(tokens[extras.num_prompt :])
             if extras.repetition_penalty != 1:
                 in_prompt = self._counted(tokens[: extras.num_prompt]) > 0
+        guide = None
+        if extras.guide is not None:
+            guide = GuideState(self._guides, extras.guide, tokens[extras.num_prompt :], extras.end_ids)
         return AdjustedRow(
             extras,
             self._places([extras.bias_ids[at] for at in own]),
@@ -91,6 +107,7 @@ class Adjustments:
             self._places([token_id for token_id in extras.end_ids if token_id in self.own_ids]),
             counts,
             in_prompt,
+            guide,
         )
 
     def _places(self, token_ids: Sequence[int]) -> torch.Tensor:

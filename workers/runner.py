@@ -19,6 +19,7 @@ from parallel.split import shard_heads
 from scheduler.plan import StepPlan
 from workers.adjust import Adjustments
 from workers.architecture import Architecture
+from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs
 from workers.kernels import compile_all_reduce, find_kernels
@@ -28,6 +29,7 @@ from workers.products import settle_products
 from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler, SamplingRows
 from workers.scores import PendingExtras, Scorer, scored_chunks
+from workers.source import resolve_model
 from workers.spec import WorkerSpec
 from workers.state import Rows
 
@@ -87,7 +89,8 @@ class ModelRunner:
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
         self.sampler = Sampler(arch.vocab_size, group, device, self.kernels)
-        self.adjustments = Adjustments(self.sampler.own_range, device)
+        guides = GuideMaker(resolve_model(spec.model), arch.vocab_size, spec.end_token_ids)
+        self.adjustments = Adjustments(self.sampler.own_range, arch.vocab_size, device, guides)
         self.scorer = Scorer(self.sampler.own_range, arch.vocab_size, group, device)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // block_size), block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
@@ -223,6 +226,7 @@ class ModelRunner:
             places = torch.tensor(extras.places, device=self.device)
             kept = logits[places]
         self.adjustments.apply(logits, asking, inputs.next_positions)
+        extras.failures = [(place, row.guide.failure) for place, row in asking if row.guide and row.guide.failure]
         sampling = SamplingRows(
             seeds=rows.seeds[picked],
             positions=inputs.next_positions,

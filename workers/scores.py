@@ -62,10 +62,11 @@ class PendingExtras:
     widths: list[int] = field(default_factory=list)
     sampled: Scores | None = None
     prompts: list[tuple[ScoredChunk, list[Scores]]] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
 
     def read(self) -> StepExtras | None:
         """To be called once the device is done."""
-        if self.sampled is None and not self.prompts:
+        if self.sampled is None and not self.prompts and not self.failures:
             return None
         entries = self.sampled.entries(self.widths) if self.sampled else []
         return StepExtras(
@@ -78,6 +79,7 @@ class PendingExtras:
                 )
                 for one, parts in self.prompts
             ],
+            self.failures,
         )
 
 

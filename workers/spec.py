@@ -18,6 +18,7 @@ class WorkerSpec:
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
     max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
     gpu_memory_utilization: fraction of the GPU's memory that the worker may use in all.
+    end_token_ids: every token id that ends a text; guides allow them where the text may end.
     start_timeout_seconds: how long the ranks wait to meet. step_timeout_seconds: how long a collective may take.
     """
 
@@ -38,6 +39,7 @@ class WorkerSpec:
     step_timeout_seconds: float
     attention_calls: str = "auto"
     enforce_eager: bool = False
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,6 +329,65 @@ def test_logprobs_of_a_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     pieces = [c.choices[0].logprobs for c in ask(top_logprobs=3, stream=True)]
     assert [one for piece in pieces if piece for one in piece.content] == whole
     assert all(one.top_logprobs == [] for one in ask().choices[0].logprobs.content)
+
+
+# ---- guides
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(model="tiny", messages=HELLO, seed=1, max_tokens=200, **fields)
+
+
+def test_answers_take_the_form_that_is_asked_for(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"town": {"enum": ["Ulm", "Bonn"]}, "size": {"type": "integer", "minimum": 1, "maximum": 99}},
+        "required": ["town", "size"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}}
+    whole = chat(client, response_format=form).choices[0]
+    place = json.loads(whole.message.content)
+    assert place["town"] in ("Ulm", "Bonn")
+    assert 1 <= place["size"] <= 99
+    assert whole.finish_reason == "stop"
+    assert streamed(chat(client, response_format=form, stream=True)) == {0: whole.message.content}
+    bare = chat(client, response_format={"type": "json_object"}, logit_bias={str(ord("}")): 100}).choices[0]
+    assert json.loads(bare.message.content) == {}
+    for extra, pattern in (
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_regex": "[ab]{3}-[0-9]"}, "[ab]{3}-[0-9]"),
+        ({"structured_outputs": {"regex": "x+y"}}, "x+y"),
+    ):
+        made = client.completions.create(model="tiny", prompt="a", max_tokens=150, seed=2, extra_body=extra).choices[0]
+        assert re.fullmatch(pattern, made.text), (extra, made)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt="a", extra_body={"guided_regex": "("})
+
+
+def test_a_model_that_must_call_a_tool_calls_it(client: openai.OpenAI) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"zone": {"enum": ["UTC", "CET"]}},
+        "required": ["zone"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "clock", "parameters": parameters}}
+    for choice in ({"type": "function", "function": {"name": "clock"}}, "required"):
+        ask = {"tools": [tool], "tool_choice": choice}
+        whole = chat(client, **ask).choices[0]
+        assert whole.message.content is None
+        assert whole.finish_reason == "tool_calls"
+        for call in whole.message.tool_calls:
+            assert call.function.name == "clock"
+            assert json.loads(call.function.arguments)["zone"] in ("UTC", "CET")
+        deltas = [c.choices[0] for c in chat(client, **ask, stream=True)]
+        calls = [call for one in deltas for call in one.delta.tool_calls or ()]
+        assert [call.function.arguments for call in calls] == [
+            call.function.arguments for call in whole.message.tool_calls
+        ]
+        assert [call.index for call in calls] == list(range(len(calls)))
+        assert deltas[-1].finish_reason == "tool_calls"
 
 
 # ---- refusals

@@ -76,6 +76,7 @@ step_extras = st.builds(
     StepExtras,
     st.lists(st.tuples(counts, all_entries(1).map(lambda entries: entries[0])), max_size=3),
     st.lists(st.tuples(counts, counts, all_entries()), max_size=2),
+    st.lists(st.tuples(counts, st.text(max_size=5)), max_size=2),
 )
 results = st.builds(StepResult, counts, counts, tokens, numbers, st.none() | step_extras)
 
@@ -94,7 +95,7 @@ FULL_PLAN = StepPlan(
     checksum=2**32 - 1,
     agreed=(5, 17),
 )
-FULL_RESULT = StepResult(1, 7, [5, 300], 0.25, StepExtras([(1, ENTRY)], [(0, 1, [ENTRY, ENTRY])]))
+FULL_RESULT = StepResult(1, 7, [5, 300], 0.25, StepExtras([(1, ENTRY)], [(0, 1, [ENTRY, ENTRY])], [(0, "why")]))
 
 
 @settings(deadline=None)
