@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.end_to_end.serving import Serve, until
-from tests.models import CHAT_TEMPLATE, make_byte_tokenizer, make_tiny_model
+from tests.models import CHAT_TEMPLATE, END, make_byte_tokenizer, make_tiny_model
 
 KEY = "s3cret"
 NUM_BLOCKS = 512
@@ -29,7 +29,7 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "llama")
-    return make_byte_tokenizer(folder, chat_template=TOOLS_TEMPLATE)
+    return make_byte_tokenizer(folder, eos_token=END, chat_template=TOOLS_TEMPLATE)
 
 
 def start(folder: Path, *options: str) -> Serve:
