@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from driver.chat_messages import ROLES
 from scheduler.params import (
     MAX_COUNT,
     MAX_LOGPROBS,
@@ -74,10 +75,11 @@ def check_prompt(value: Any) -> Any:
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1},
         _IDS,
         {"type": "array", "items": _IDS, "minItems": 1},
     ]
@@ -87,10 +89,46 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
+_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA, "minItems": 1}]},
+        "name": {"type": "string"},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+        "tool_call_id": {"type": "string"},
+    },
+    "required": ["role", "content"],
+}
+_TOOL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "minLength": 1}, "parameters": {"type": "object"}},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+
+
+def _as_documented(schema: dict[str, Any]) -> None:
+    """What a body may hold beside its fields: those that are taken and change nothing."""
+    schema["properties"].update({name: {} for name in sorted(IGNORED)})
+    schema["additionalProperties"] = False
+
+
 class Body(BaseModel):
     """Of a request; what it does not know by name it refuses."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=_as_documented)
 
     @model_validator(mode="after")
     def refuse_unknown(self) -> Body:
@@ -101,6 +139,10 @@ class Body(BaseModel):
                 raise ValueError(f"{name} is not supported, got {value!r:.100}")
             raise ValueError(f"unknown field {name!r:.100}")
         return self
+
+
+Message = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE_SCHEMA)]
+Tool = Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]
 
 
 class StreamOptions(BaseModel):
@@ -185,11 +227,11 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -199,8 +241,8 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
