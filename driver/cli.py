@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from driver import generate, launch, options, serve, simulate
+from driver import generate, launch, options, serve, simulate, top
 from driver.engine import EngineDead
 from driver.errors import is_input_fault
 from driver.executor import WorkerFailed
@@ -88,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_options(command)
     options.add_engine_options(command, executor_help="ray, which auto is too, or inline: without Ray")
+    _add_log_level(command)
+    command = add(
+        "top",
+        top.run,
+        "watch a running service",
+        "Show load, rates and latencies of a running service in the terminal; Ctrl-C ends it.",
+    )
+    top.add_options(command)
     _add_log_level(command)
     command = add(
         "wait-for-devices",

@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
+from driver.figures import Figures
 from driver.recovery import RequestPoisonous, Suspects
 from driver.text import TextStream
 from driver.trace import StepTrace
 from driver.watchdog import Watchdog
 from scheduler.budget import MIN_PREFILL_TOKENS
 from scheduler.frame import StepResult, encode_plan, tokens_crc
+from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -42,6 +44,8 @@ class Update:
     """News of one request: text and token ids since the last one, and how it ended if it did.
 
     cached_tokens: prompt tokens that the prefix cache had.
+    logprobs: of the token ids, one each; None where they were not asked for.
+    prompt_logprobs: of the prompt's tokens, None for the first; comes once, with the first output token at the latest.
     error: why it failed; set together with finish_reason "error".
     at: `time.perf_counter()` when the engine had the token.
     """
@@ -54,6 +58,8 @@ class Update:
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     error: Exception | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 Sink = Callable[[Update], None]
@@ -126,11 +132,33 @@ class Recoveries:
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the engine, its text so far, and where its updates go."""
+    """A request in the engine, its text so far, and where its updates go.
+
+    asked_at, told_at: `time.perf_counter()` of its arrival and of its newest token, 0 before the first.
+    """
 
     request: Request
     text: TextStream
     sink: Sink
+    asked_at: float
+    told_at: float = 0.0
+    told_prompt: bool = False
+
+    def take_logprobs(self) -> list[TokenLogprobs] | None:
+        """Those of the tokens that are told of next."""
+        if self.request.params.logprobs is None:
+            return None
+        taken, self.request.logprobs = self.request.logprobs, []
+        return taken
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The prompt's, once, as soon as all of them are known."""
+        request = self.request
+        if request.params.prompt_logprobs is None or self.told_prompt or not request.is_scored:
+            return None
+        self.told_prompt = True
+        taken, request.prompt_logprobs = request.prompt_logprobs, [None] * request.num_prompt
+        return taken
 
 
 class Engine:
@@ -151,6 +179,7 @@ class Engine:
         self._suspects = Suspects(scheduler)
         self._watchdog = watchdog
         self._newest_frame = b""
+        self.figures = Figures()
         self._trace = trace
         self._max_in_flight = max(1, async_depth)
         self._published_at: deque[float] = deque()  # of the steps in flight, `time.perf_counter()`
@@ -176,7 +205,8 @@ class Engine:
 
     def submit(self, request: Request, text: TextStream, sink: Sink) -> None:
         """Hands over a request. Its sink is called from the engine's thread. Raises EngineDead."""
-        self._command(lambda: self._add(_Live(request, text, sink)))
+        live = _Live(request, text, sink, time.perf_counter())
+        self._command(lambda: self._add(live))
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish reason "abort"; one that has ended already, or never was, is left alone."""
@@ -266,12 +296,20 @@ class Engine:
             if live.text.stop is not None:
                 self.scheduler.finish(request, "stop", live.text.stop)
             self._tell(live, text, [token], now)
+        self.figures.told_step(now)
+        while self.scheduler.failed:
+            request, reason = self.scheduler.failed.pop()
+            error = InvalidRequest(f"the guide cannot be followed any further: {reason}")
+            live = self._live.pop(request.id)
+            self.figures.ended_request("error", now - live.asked_at)
+            live.sink(Update(request.id, "", [], "error", now, error=error))
 
     def _learn(self, result: StepResult, now: float) -> None:
         """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""
         step = self.scheduler.in_flight[0]
         seconds = now - max(self._published_at.popleft(), self._last_done)
         self._last_done = now
+        self.figures.took_step(seconds, step.budget, step.work.tokens)
         if self._trace:
             self._trace.done(step, result, seconds)
         self.scheduler.budget.observe(step.work, seconds)
@@ -279,14 +317,28 @@ class Engine:
 
     def _tell(self, live: _Live, text: str, token_ids: list[int], now: float) -> None:
         request = live.request
+        if token_ids:
+            self.figures.told_token(live.asked_at, live.told_at, now)
+            live.told_at = now
         if request.finish_reason is not None:
             del self._live[request.id]
             text += live.text.finish()
             # A stop string wins over "length": it is found in the text that the last token completes.
             if live.text.stop is not None:
                 request.finish_reason, request.stop_reason = "stop", live.text.stop
+            self.figures.ended_request(request.finish_reason, now - live.asked_at)
         live.sink(
-            Update(request.id, text, token_ids, request.finish_reason, now, request.stop_reason, request.cached_tokens)
+            Update(
+                request.id,
+                text,
+                token_ids,
+                request.finish_reason,
+                now,
+                request.stop_reason,
+                request.cached_tokens,
+                logprobs=live.take_logprobs(),
+                prompt_logprobs=live.take_prompt_logprobs(),
+            )
         )
 
     def _recover(self, failure: WorkerFailed) -> None:

@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from driver.engine import Update
 from driver.intake import BYTES, paired
-from driver.link import Call, Link
+from driver.link import MAX_OUTSTANDING, Call, Link
+from driver.mailbox import Mailbox
 from driver.results import Completion, Increment, Prompt, Stream
 from driver.wire import Ask, ServiceUnavailable
 from parallel.channel import ChannelAddress
@@ -49,10 +50,14 @@ class Client:
     """
 
     def __init__(
-        self, locate: Callable[[], ChannelAddress], reconnect_seconds: float = 120.0, owner: bool = False
+        self,
+        locate: Callable[[], ChannelAddress],
+        reconnect_seconds: float = 120.0,
+        owner: bool = False,
+        max_outstanding: int = MAX_OUTSTANDING,
     ) -> None:
-        """locate, reconnect_seconds, owner: as in driver.link.Link."""
-        self._link = Link(locate, reconnect_seconds, owner)
+        """The parameters are those of driver.link.Link."""
+        self._link = Link(locate, reconnect_seconds, owner, max_outstanding)
 
     @classmethod
     def connect(cls, name: str = "llm", address: str = "auto", reconnect_seconds: float = 120.0) -> Client:
@@ -109,6 +114,28 @@ class Client:
             if not ended:
                 _abort_quietly(self._link, call)
 
+    async def amerge(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], wait: bool = True
+    ) -> AsyncIterator[tuple[int, Increment]]:
+        """Several streams as one: (which, increment) as they come, to the end of all.
+
+        What comes for a stream while the reader is busy is joined to one increment, so that a slow reader costs no
+        more memory than the texts. The first error ends all of it; so does leaving the loop early.
+        """
+        mailbox = Mailbox(asyncio.get_running_loop())
+        calls: list[Call] = []
+        left = set(range(len(prompts)))
+        try:
+            for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                calls.append(self._link.submit(_ask(prompt, one), functools.partial(mailbox.put, at), wait))
+            while left:
+                for at, update in await mailbox.take():
+                    if update.finish_reason is not None:
+                        left.discard(at)
+                    yield at, Increment.of(update)
+        finally:
+            self._give_up([call for at, call in enumerate(calls) if at in left])
+
     def chat(self, messages: Messages, params: SamplingParams | None = None, wait: bool = True) -> Completion:
         """Completes a conversation of {"role", "content"} messages, laid out by the model's chat template."""
         return self._collect([_ask(_conversation(messages), params)], True, wait)
@@ -136,6 +163,15 @@ class Client:
 
     async def ahealth(self, timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
         return await _aanswer(self._link.query("health"), timeout_seconds)
+
+    async def amodel(self) -> dict[str, Any]:
+        """What the service says of its model: see Service.about_model. Raises ServiceUnavailable."""
+        return await _aanswer(self._link.query("model"))
+
+    @property
+    def restarts(self) -> int:
+        """How many other drivers have taken the first one's place so far."""
+        return self._link.restarts
 
     @property
     def connected(self) -> bool:

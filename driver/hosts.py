@@ -18,6 +18,7 @@ from parallel.channel import ChannelAddress
 logger = logging.getLogger("quadriga.serve")
 
 STATUS_SECONDS = 5.0
+FRONT_OUTSTANDING = 1 << 20  # the service alone bounds what the HTTP front asks of it, so that its callers hear of it
 
 
 class InlineHost:
@@ -39,7 +40,7 @@ class InlineHost:
         return self._status.now
 
     def connect(self) -> Client:
-        return Client(self._locate)
+        return Client(self._locate, max_outstanding=FRONT_OUTSTANDING)
 
     def end(self, drain_seconds: float) -> int:
         return self._port.service.drain(drain_seconds)
@@ -100,7 +101,8 @@ class ActorHost:
         from driver.service_actor import Locator
 
         # Tied to this very actor: its successor under the name has an owner of its own.
-        return Client(Locator(self._settings.name, actor=self._actor), owner=True)
+        locate = Locator(self._settings.name, actor=self._actor)
+        return Client(locate, owner=True, max_outstanding=FRONT_OUTSTANDING)
 
     def end(self, drain_seconds: float) -> int:
         from driver.service_actor import end_service

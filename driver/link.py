@@ -31,7 +31,7 @@ from scheduler.params import InvalidRequest
 
 logger = logging.getLogger("quadriga.link")
 
-MAX_OUTSTANDING = 256  # requests that a handle has with the service at once; others wait in the handle
+MAX_OUTSTANDING = 256
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 2.0
 
 
@@ -51,7 +51,10 @@ class Call:
 
     def take(self, update: Update) -> None:
         self.ask.produced.extend(update.token_ids)
-        self.ask = replace(self.ask, seen=self.ask.seen + len(update.text))
+        params = self.ask.params
+        if update.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # asked again, it need not tell them again
+        self.ask = replace(self.ask, params=params, seen=self.ask.seen + len(update.text))
         self.sink(update)
 
     def end_aborted(self) -> None:
@@ -66,10 +69,17 @@ class Link:
 
     locate: gives the service's address, or raises ServiceUnavailable; asked again after every loss.
     reconnect_seconds: how long a lost service is looked for before all calls fail. owner: whether the service is to
-    end when this handle does.
+    end when this handle does. max_outstanding: requests that it has with the service at once; more wait here.
     """
 
-    def __init__(self, locate: Callable[[], ChannelAddress], reconnect_seconds: float, owner: bool = False) -> None:
+    def __init__(
+        self,
+        locate: Callable[[], ChannelAddress],
+        reconnect_seconds: float,
+        owner: bool = False,
+        max_outstanding: int = MAX_OUTSTANDING,
+    ) -> None:
+        self._max_outstanding = max_outstanding
         self._locate = locate
         self._reconnect_seconds = reconnect_seconds
         self._owner = owner
@@ -86,6 +96,8 @@ class Link:
         self._trouble: Exception = ServiceUnavailable("the service has not answered yet")
         self._retry_at, self._retry_seconds = 0.0, FIRST_RETRY_SECONDS
         self.reconnections = -1  # the first connection is none
+        self.restarts = 0
+        self._started_at: float | None = None  # of the driver, as it says itself
         self._waker = WakePipe()
         self._closing = False
         # Commands come in before the thread's last look or not at all. Reentrant, as a dropped stream that the
@@ -108,7 +120,7 @@ class Link:
         self._do(lambda: self._abort(number))
 
     def query(self, what: str) -> Future[dict[str, Any]]:
-        """Asks for `stats` or `health`."""
+        """Asks for `stats`, `health` or `model`."""
         future: Future[dict[str, Any]] = Future()
         self._do(lambda: self._ask_for(what, future))
         return future
@@ -210,14 +222,17 @@ class Link:
             self._heard_at = time.monotonic()
             try:
                 kind, items = wire.decode(frame, wire.FROM_DRIVER)
+                getattr(self, f"_on_{kind}")(*items)
             except wire.WireError as error:
                 self._lose(str(error))
                 return
-            getattr(self, f"_on_{kind}")(*items)
 
     def _on_welcome(self, about: dict[str, Any]) -> None:
         self.reconnections += 1
         self._welcomed = True
+        started_at = about.get("started_at")
+        self.restarts += self._started_at not in (None, started_at)
+        self._started_at = started_at
         active, self._active = self._active, {}
         for call in active.values():
             self._queue(call)
@@ -234,12 +249,14 @@ class Link:
 
     def _on_updates(self, updates: list[Any]) -> None:
         now = time.perf_counter()
-        for number, text, token_ids, finish_reason, stop_reason, cached_tokens in updates:
+        for item in updates:
+            number, text, token_ids, finish_reason, stop_reason, cached_tokens, *scores = wire.read_update(item)
             call = self._active.get(number)
             if call is not None:
                 if finish_reason is not None:
                     del self._active[number]
-                call.take(Update(str(number), text, token_ids, finish_reason, now, stop_reason, cached_tokens))
+                about = (str(number), text, token_ids, finish_reason, now, stop_reason, cached_tokens, None)
+                call.take(Update(*about, *scores))
 
     def _on_refused(self, number: int, kind: str, message: str) -> None:
         error = wire.REFUSALS.get(kind, wire.RequestFailed)(message)
@@ -288,7 +305,7 @@ class Link:
         while (
             self._welcomed
             and self._waiting
-            and len(self._active) < MAX_OUTSTANDING
+            and len(self._active) < self._max_outstanding
             and time.monotonic() >= self._retry_at
         ):
             _, call = heapq.heappop(self._waiting)

@@ -61,8 +61,7 @@ class LLM:
             raise EngineDead("this LLM is closed")
         if self._engine is None:
             self._engine, self.workers = start_engine(self.config, self.model, self.phases)
-            pool = self._engine.scheduler.pool
-            self._intake.kv_tokens = pool.num_blocks * pool.block_size
+            self._intake.kv_tokens = self.kv_tokens
             # Also runs when the LLM is dropped or the interpreter ends without `close`.
             self._shut_down = weakref.finalize(self, _shut_down, self._engine)
         return self
@@ -119,7 +118,7 @@ class LLM:
         return self._intake.tokenizer("a chat").encode_chat(messages)
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start: steps, tokens by kind, preemptions, and frame counts and sizes in bytes."""
+        """Totals since the start: steps, tokens by kind, preemptions, frame counts and sizes in bytes; see Figures."""
         engine = self.start()._engine
         counters = engine.scheduler.counters
         return {
@@ -127,6 +126,7 @@ class LLM:
             **{name: getattr(engine.frames, name) for name in engine.frames.__dataclass_fields__},
             "restarts": engine.recoveries.restarts,
             "restart_seconds": round(engine.recoveries.restart_seconds, 3),
+            **engine.figures.snapshot(),
             "kv_blocks": engine.scheduler.pool.num_blocks,
             "kv_blocks_free": engine.scheduler.pool.num_free,
         }
@@ -162,6 +162,12 @@ class LLM:
     def max_running(self) -> int:
         """Requests that can run at once."""
         return self._engine.scheduler.limits.num_rows
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        pool = self._engine.scheduler.pool
+        return pool.num_blocks * pool.block_size
 
     def load(self) -> tuple[int, int]:
         """Requests running and waiting now."""

@@ -23,6 +23,7 @@ from driver.service import Service
 from driver.startup import FAILED
 from parallel.channel import ChannelAddress, bind
 from parallel.wake import WakePipe
+from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest
 
 logger = logging.getLogger("quadriga.port")
@@ -37,7 +38,18 @@ class _Pending:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     last: Update | None = None
+
+    def add(self, update: Update) -> None:
+        self.text += update.text
+        self.token_ids += update.token_ids
+        if update.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += update.logprobs
+        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
+        self.last = update
 
 
 @dataclass(slots=True)
@@ -192,7 +204,11 @@ class Port:
         self._send(peer, "accepted", number, request.tokens[: request.num_prompt])
 
     def _answer(self, peer: bytes, number: int, what: str) -> None:
-        answers: dict[str, Callable[[], dict[str, Any]]] = {"stats": self.service.stats, "health": self.service.health}
+        answers: dict[str, Callable[[], dict[str, Any]]] = {
+            "stats": self.service.stats,
+            "health": self.service.health,
+            "model": self.service.about_model,
+        }
         if what in answers:
             self._send(peer, "answer", number, answers[what]())
         else:
@@ -210,10 +226,7 @@ class Port:
             peer, session, number, update = self._news.get()
             # A handle that greeted anew may use the number for a new request already.
             if self._sessions.get(peer) is session:
-                pending = session.pending.setdefault(number, _Pending())
-                pending.text += update.text
-                pending.token_ids += update.token_ids
-                pending.last = update
+                session.pending.setdefault(number, _Pending()).add(update)
 
     def _send_pending(self) -> None:
         for peer, session in list(self._sessions.items()):
@@ -272,4 +285,7 @@ class Port:
 
 def _packed(number: int, pending: _Pending) -> list[Any]:
     last = pending.last
-    return [number, pending.text, pending.token_ids, last.finish_reason, last.stop_reason, last.cached_tokens]
+    return wire.pack_update(
+        *(number, pending.text, pending.token_ids, last.finish_reason, last.stop_reason, last.cached_tokens),
+        *(pending.logprobs, pending.prompt_logprobs),
+    )

@@ -69,9 +69,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that running requests get to finish on SIGTERM or SIGINT, or when replaced",
     )
+    add_limits(parser)
     group.add_argument("--replace", action="store_true", help="drain and end a running service of this name first")
     group.add_argument(
         "--detach", action="store_true", help="leave the service running on the Ray cluster and return when it is ready"
+    )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Adds what bounds a single HTTP request."""
+    group = parser.add_argument_group("limits of one HTTP request")
+    group.add_argument("--max-body-mib", type=float, default=16.0, metavar="M", help="size of its body in MiB")
+    group.add_argument("--max-prompts", type=int, default=256, metavar="N", help="prompts in it")
+    group.add_argument("--max-choices", type=int, default=64, metavar="N", help="its `n` and `best_of`")
+    group.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of each prompt; not given: what the context length leaves",
     )
 
 
@@ -82,12 +97,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from driver.front import HttpLimits
     from driver.http_server import HttpServer, make_app  # FastAPI takes a third of a second
 
     if args.max_queued_requests < 0 or not args.drain_seconds >= 0:
         raise ConfigError("--max-queued-requests and --drain-seconds must not be negative")
     if not args.name:
         raise ConfigError("--name must not be empty")
+    if not 0 < args.max_body_mib < float("inf"):
+        raise ConfigError(f"--max-body-mib must be more than 0, got {args.max_body_mib:g}")
+    limits = HttpLimits(int(args.max_body_mib * 2**20), args.max_prompts, args.max_choices, args.max_prompt_tokens)
     options = engine_options(args)
     EngineConfig(**options)  # its errors come before anything is started
     stop = _stop_on_signals()
@@ -98,13 +117,15 @@ def _run(args: argparse.Namespace) -> int:
         host = _make_host(args, options)
         if server is not None:  # from now on /ready says 503, and 200 as soon as it is
             client = host.connect()
-            server.start(make_app(client, args.api_key or ()))
+            server.start(make_app(client, args.api_key or (), limits))
         _show_start(host.status, stop)
         if stop.is_set():
             return 0
         if args.detach:
             _say(f"service {args.name!r} is ready")
             return 0
+        while not client.connected and not stop.wait(0.02):  # whoever is told that it is ready must not get a 503
+            pass
         _say(f"{args.name!r} is ready at {server.url}")
         _wait(stop, host.status)
         _say(f"draining, for {args.drain_seconds:g} s at most; a second signal ends at once")

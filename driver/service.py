@@ -33,7 +33,7 @@ class Service:
         self._idle = threading.Condition(self._lock)
         self._live: set[str] = set()
         self._draining = self._hurried = False
-        self._began = time.monotonic()
+        self._began, self._started_at = time.monotonic(), time.time()
 
     @property
     def state(self) -> str:
@@ -78,11 +78,27 @@ class Service:
             "running": running,
             "waiting": waiting,
             "recovering": self.llm.recovering,
+            "started_at": self._started_at,
             "uptime_s": round(time.monotonic() - self._began, 1),
         }
         if self.llm.failure is not None:
             health["error"] = str(self.llm.failure)
         return health
+
+    def about_model(self) -> dict[str, Any]:
+        """What a front needs to judge requests and to make token ids of text: limits in tokens, and the tokenizer.
+
+        capacity: requests that may run and wait at once. tokenizer: Tokenizer.parts, or None.
+        """
+        model = self.llm.model
+        return {
+            "model": self.model_name,
+            "max_model_len": model.max_model_len,
+            "kv_tokens": self.llm.kv_tokens,
+            "vocab_size": model.arch.vocab_size,
+            "capacity": self._most,
+            "tokenizer": None if model.tokenizer is None else model.tokenizer.parts(),
+        }
 
     def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the others; after `seconds` these are aborted. Returns how many were."""

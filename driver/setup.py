@@ -168,6 +168,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             attention_backend=config.attention_backend,
             attention_calls=config.attention_calls,
             enforce_eager=config.enforce_eager,
+            end_token_ids=tuple(sorted(model.end_token_ids)),
             block_size=config.block_size,
             num_rows=limits.num_rows,
             max_model_len=model.max_model_len,

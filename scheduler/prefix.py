@@ -21,10 +21,14 @@ class PrefixCache:
         self.enabled = enabled
 
     def find(self, request: Request) -> list[int]:
-        """The cached blocks that the request can start from; its last token is always computed."""
+        """The cached blocks that the request can start from; its last token is always computed.
+
+        So are the prompt tokens whose successors' log probabilities are asked for and not known yet.
+        """
         if not self.enabled:
             return []
-        return self.pool.lookup(self._keys(request, (len(request.tokens) - 1) // self.pool.block_size))
+        known = len(request.tokens) if request.is_scored else len(request.prompt_logprobs)
+        return self.pool.lookup(self._keys(request, (known - 1) // self.pool.block_size))
 
     def publish(self, request: Request, computed: int) -> None:
         """Offers the request's full blocks to the cache; its first `computed` tokens have been computed."""

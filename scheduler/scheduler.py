@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 
+from scheduler.admission import admission_of
 from scheduler.blocks import BlockPool
 from scheduler.budget import StepBudget, TokenBudget
 from scheduler.decoding import DecodingSet
 from scheduler.frame import StepResult
 from scheduler.limits import Limits
 from scheduler.params import InvalidRequest
-from scheduler.plan import Admission, Chunk, StepPlan
+from scheduler.plan import Chunk, StepPlan
 from scheduler.prefix import PrefixCache
 from scheduler.request import Phase, Request
-from scheduler.step import BegunChunk, Counters, Draft, StepInFlight
+from scheduler.step import BegunChunk, Counters, Draft, StepInFlight, take_extras
 from scheduler.step_time import StepWork, chunk_pairs
 
 
@@ -42,6 +43,7 @@ class Scheduler:
         self.counters = Counters()
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # likewise
+        self.failed: list[tuple[Request, str]] = []  # and why; for the caller of `update` to take out
         self.only: Request | None = None  # while set, no other waiting request is started
         self._prefix_caching = prefix_caching
         self._arrivals = 0
@@ -151,6 +153,10 @@ class Scheduler:
             if request.row >= 0 and request.preemptions == preemptions:
                 self._prefixes.publish(request, computed)
         self.pool.step_ended(entry.step)
+        for request, reason in take_extras(entry, result.extras) if result.extras else ():
+            if request.phase is not Phase.FINISHED:
+                self.finish(request, "error")
+                self.failed.append((request, reason))
         news = []
         for request, token in zip(entry.sampled, result.tokens, strict=True):
             request.in_flight -= 1
@@ -329,19 +335,7 @@ class Scheduler:
         if not request.preemptions:
             request.cached_tokens = request.scheduled
         self.counters.cached_tokens += request.scheduled
-        params = request.params
-        draft.plan.admissions.append(
-            Admission(
-                request.row,
-                list(request.tokens),
-                request.seed,
-                float(params.temperature),
-                params.top_k,
-                float(params.top_p),
-                float(params.min_p),
-                request.scheduled,
-            )
-        )
+        draft.plan.admissions.append(admission_of(request))
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -378,8 +372,9 @@ class Scheduler:
                 filled.append((request, request.preemptions, request.scheduled))
         sampled += decoding.requests.values()
         self._step += 1
+        chunks = [chunk.request for chunk in draft.chunks]
         budget = plan.num_decodes + draft.budget.granted
-        self.in_flight.append(StepInFlight(plan.step, sampled, filled, work, self.budget.predict(work), budget))
+        self.in_flight.append(StepInFlight(plan.step, sampled, filled, chunks, work, self.budget.predict(work), budget))
         self.counters.steps += 1
         self.counters.late_steps += draft.budget.forced
         self.counters.prefill_tokens += plan.num_prefill_tokens

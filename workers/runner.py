@@ -17,7 +17,9 @@ from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint
 from parallel.split import shard_heads
 from scheduler.plan import StepPlan
+from workers.adjust import Adjustments
 from workers.architecture import Architecture
+from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs
 from workers.kernels import compile_all_reduce, find_kernels
@@ -26,6 +28,8 @@ from workers.ops import CompiledOps, Rotary, TorchOps
 from workers.products import settle_products
 from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler, SamplingRows
+from workers.scores import PendingExtras, Scorer, scored_chunks
+from workers.source import resolve_model
 from workers.spec import WorkerSpec
 from workers.state import Rows
 
@@ -34,10 +38,11 @@ logger = logging.getLogger("quadriga.runner")
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step handed to the device. `tokens()` waits for it and gives the sampled token ids."""
+    """A step handed to the device. `tokens()` waits for it and gives the sampled token ids; `extras` comes after."""
 
     plan: StepPlan
     started: float
+    extras: PendingExtras
     _tokens: torch.Tensor
     _done: torch.cuda.Event | None = None
 
@@ -83,6 +88,9 @@ class ModelRunner:
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
         self.sampler = Sampler(arch.vocab_size, group, device, self.kernels)
+        guides = GuideMaker(resolve_model(spec.model), arch.vocab_size, spec.end_token_ids)
+        self.adjustments = Adjustments(self.sampler.own_range, arch.vocab_size, device, guides)
+        self.scorer = Scorer(self.sampler.own_range, arch.vocab_size, group, device)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // block_size), block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
@@ -155,16 +163,18 @@ class ModelRunner:
     def launch(self, plan: StepPlan, started: float) -> LaunchedStep:
         """Starts one step and returns without waiting for the device."""
         self.rows.apply(plan)
+        self.adjustments.admit(plan.admissions)
         inputs = build_inputs(plan, self.rows, self.last_tokens, self.device)
-        tokens = self._sample(inputs)
+        extras = PendingExtras()
+        tokens = self._sample(plan, inputs, extras)
         self.rows.advance(plan)
         if self.device.type != "cuda":
-            return LaunchedStep(plan, started, tokens)
+            return LaunchedStep(plan, started, extras, tokens)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(plan, started, host, done)
+        return LaunchedStep(plan, started, extras, host, done)
 
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """[tokens, hidden] after the last norm; fills the cache with the step's keys and values."""
@@ -207,15 +217,33 @@ class ModelRunner:
             hidden = self.ops.gather(hidden, inputs.sampled_tokens)
         return self.model.head(hidden)
 
-    def _sample(self, inputs: StepInputs) -> torch.Tensor:
-        """The sampled rows' next tokens, [s] int64; a step without sampled rows computes no logits."""
-        if len(inputs.sampled_rows) == 0:
-            self._compute(self.hidden_states, inputs)
-            return self.last_tokens[:0]
-        logits = self._compute(self._logits, inputs)
+    def _sample(self, plan: StepPlan, inputs: StepInputs, extras: PendingExtras) -> torch.Tensor:
+        """The sampled rows' next tokens, [s] int64, and what else is asked for; no logits that nobody needs."""
+        scored = scored_chunks(plan, self.rows, self.device)
+        logits = None
+        if scored or len(inputs.sampled_rows) == 0:
+            hidden = self._compute(self.hidden_states, inputs)
+            if len(inputs.sampled_rows):
+                logits = self.model.head(self.ops.gather(hidden, inputs.sampled_tokens))
+            for chunk in scored:
+                extras.prompts.append((chunk, self.scorer.score_prompt(hidden, self.model.head, chunk)))
+        else:
+            logits = self._compute(self._logits, inputs)
+        return self.last_tokens[:0] if logits is None else self._choose(logits, inputs, extras)
+
+    def _choose(self, logits: torch.Tensor, inputs: StepInputs, extras: PendingExtras) -> torch.Tensor:
+        """[s] int64 tokens from [s, own ids] logits, which are changed."""
         if self.spoil_logits:
             logits[0] = float("nan")
         picked, rows = inputs.sampled_rows, self.rows
+        asking = self.adjustments.asking(picked)
+        scored = [(place, row.extras.logprobs) for place, row in asking if row.extras.logprobs is not None]
+        if scored:
+            extras.places, extras.widths = map(list, zip(*scored, strict=True))
+            places = torch.tensor(extras.places, device=self.device)
+            kept = logits[places]
+        self.adjustments.apply(logits, asking, inputs.next_positions)
+        extras.failures = [(place, row.guide.failure) for place, row in asking if row.guide and row.guide.failure]
         sampling = SamplingRows(
             seeds=rows.seeds[picked],
             positions=inputs.next_positions,
@@ -225,6 +253,9 @@ class ModelRunner:
             min_p=rows.min_p[picked],
         )
         tokens = self.sampler.sample(logits, sampling)
+        self.adjustments.count(tokens, asking)
+        if scored:
+            extras.sampled = self.scorer.score(kept, tokens[places], max(extras.widths))
         self.last_tokens[torch.from_numpy(picked).to(self.device)] = tokens
         return tokens
 

@@ -41,9 +41,10 @@ class Sampler:
         ranges = deal_lanes(vocab_size, group.size)
         self.group = group
         self.widths = [len(ids) for ids in ranges]
-        self.first_id = ranges[group.rank].start
+        self.own_range = ranges[group.rank]
+        self.first_id = self.own_range.start
         self.ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
-        own_ids = self.ids[self.first_id : ranges[group.rank].stop]
+        own_ids = self.ids[self.first_id : self.own_range.stop]
         self.picking = CompiledPicking(kernels, own_ids) if kernels else TorchPicking(own_ids)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

@@ -19,6 +19,7 @@ class WorkerSpec:
     max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
     gpu_memory_utilization: fraction of the GPU's memory that the worker may use in all.
     faults: to be committed on purpose, see workers.faults. generation: processes of this rank that came before.
+    end_token_ids: every token id that ends a text; guides allow them where the text may end.
     start_timeout_seconds: how long the ranks wait to meet. step_timeout_seconds: how long a collective may take.
     """
 
@@ -41,6 +42,7 @@ class WorkerSpec:
     faults: str = ""
     generation: int = 0
     enforce_eager: bool = False
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,8 @@ class Worker:
         self._crcs[plan.step] = tokens_crc(tokens)
         self._crcs.pop(plan.step - _REMEMBERED_STEPS, None)
         if self.spec.rank == 0:
-            result = StepResult(plan.epoch, plan.step, tokens, time.perf_counter() - step.started)
+            extras = step.extras.read()
+            result = StepResult(plan.epoch, plan.step, tokens, time.perf_counter() - step.started, extras)
             channel.send(b"result", encode_result(result))
 
     def _agree_on_blocks(self) -> None:

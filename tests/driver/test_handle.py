@@ -51,6 +51,31 @@ def test_it_answers_as_the_model_itself(llm: LLM, client: Client) -> None:
     assert mine.ttft_s > 0
 
 
+def test_log_probabilities_come_as_from_the_model_itself(llm: LLM, client: Client) -> None:
+    params = greedy_params(9, logprobs=3, prompt_logprobs=2)
+    mine, its = client.generate(PROMPT, params), llm.generate(PROMPT, params)
+    assert (mine.logprobs, mine.prompt_logprobs) == (its.logprobs, its.prompt_logprobs)
+    assert [entry.token_id for entry in mine.logprobs] == mine.output_token_ids
+    assert [entry and entry.token_id for entry in mine.prompt_logprobs] == [None, *PROMPT[1:]]
+    plain = client.generate(PROMPT, greedy_params(9))
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"logit_bias": {301: 1}}, "logit_bias token id 301 is outside the vocabulary of 301"),
+        ({"min_tokens": 1000}, "min_tokens 1000 is more than the"),
+        ({"guide": {"regex": "a"}}, "guide's regex cannot be used: the model names no end token"),
+    ],
+)
+def test_fields_that_the_model_cannot_have_are_refused_by_the_service(
+    client: Client, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        client.generate(PROMPT, greedy_params(None, **fields))
+
+
 def test_many_come_back_in_order_each_with_its_own_parameters(llm: LLM, client: Client) -> None:
     lengths = [30, 3, 12]
     params = [SamplingParams(seed=at, max_tokens=length) for at, length in enumerate(lengths)]
@@ -255,7 +280,7 @@ def test_stats_and_health_tell_what_goes_on(llm: LLM, client: Client) -> None:
     with Brake(llm, 8) as brake:
         stream = client.stream(PROMPT, greedy_params(30))
         next(stream)
-        assert client.health() | {"uptime_s": 0} == {
+        assert client.health() | {"uptime_s": 0, "started_at": 0} == {
             "state": "ready",
             "model": llm.config.model,
             "tensor_parallel_size": 1,
@@ -264,6 +289,7 @@ def test_stats_and_health_tell_what_goes_on(llm: LLM, client: Client) -> None:
             "waiting": 0,
             "recovering": False,
             "uptime_s": 0,
+            "started_at": 0,
         }
         assert client.stats()["kv_blocks_free"] < NUM_BLOCKS
         brake.allow(float("inf"))

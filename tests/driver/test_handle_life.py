@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 import zmq
 
 from driver import wire
+from driver.engine import Update
 from driver.handle import Client
 from driver.llm import LLM
+from driver.results import Completion, Increment
 from driver.wire import ServiceUnavailable
 from parallel.channel import ChannelAddress, bind
 from scheduler.params import SamplingParams
@@ -27,6 +31,7 @@ from tests.driver.serving import (
     open_place,
     wait_until,
 )
+from tests.models import END, END_ID, make_byte_tokenizer, make_tiny_model
 
 
 class Address:
@@ -50,7 +55,45 @@ def cases(text: str) -> list[SamplingParams]:
         SamplingParams(seed=7, max_tokens=60),
         SamplingParams(seed=2**64 - 1, max_tokens=60, top_k=20),
         SamplingParams(temperature=1.3, seed=-5, max_tokens=60, top_p=0.9),
+        greedy_params(60, frequency_penalty=0.8, presence_penalty=0.5, repetition_penalty=1.2, logit_bias={"101": 4}),
+        greedy_params(60, stop=(text[5:6],), min_tokens=25, logprobs=2, prompt_logprobs=3),
     ]
+
+
+def joined(pieces: Sequence[Increment]) -> Completion:
+    """What the pieces of a stream add up to; a prompt's log probabilities may come once only."""
+    whole = Completion()
+    for piece in pieces:
+        assert piece.prompt_logprobs is None or whole.prompt_logprobs is None
+        whole.take(
+            Update(
+                "",
+                piece.text,
+                piece.token_ids,
+                piece.finish_reason,
+                0.0,
+                piece.stop_reason,
+                0,
+                None,
+                piece.logprobs,
+                piece.prompt_logprobs,
+            )
+        )
+    return whole
+
+
+def assert_same_logprobs(one: Completion, other: Completion) -> None:
+    """As many, of the same tokens, equal but for rounding: a prompt that is computed again has other chunks."""
+    for name in ("logprobs", "prompt_logprobs"):
+        entries, others = getattr(one, name), getattr(other, name)
+        assert (entries is None) == (others is None)
+        for entry, its in zip(entries or (), others or (), strict=True):
+            assert (entry is None) == (its is None)
+            if entry is not None:
+                assert entry.token_id == its.token_id
+                assert [entry.logprob, *(v for _, v in entry.top)] == pytest.approx(
+                    [its.logprob, *(v for _, v in its.top)], abs=1e-3
+                )
 
 
 @pytest.mark.parametrize("steps", [6, 17])
@@ -62,8 +105,7 @@ def test_streams_go_on_with_another_service(folder: Path, llm: LLM, steps: int) 
     with ExitStack() as stack:
         client = Client(where)
         stack.callback(client.close)
-        first = stack.enter_context(open_llm(folder))
-        second = stack.enter_context(open_llm(folder))
+        first, second = (stack.enter_context(open_llm(folder, num_kv_blocks=200)) for _ in range(2))
         brake = stack.enter_context(Brake(first))
         where.place = Place(first, 10)
         streams = [client.stream(PROMPT, one) for one in params]
@@ -87,10 +129,41 @@ def test_streams_go_on_with_another_service(folder: Path, llm: LLM, steps: int) 
                 assert [token for piece in pieces for token in piece.token_ids] == one.output_token_ids
                 assert "".join(piece.text for piece in pieces) == one.text
                 assert (piece.finish_reason, piece.stop_reason) == (one.finish_reason, one.stop_reason)
+                assert_same_logprobs(one, joined(pieces))
             assert list(unseeded)[-1].finish_reason == "length"
             assert client.reconnections == 1
             # Only what was missing was sampled; requests that come one after another share not quite all steps.
             assert 60 - steps <= second.stats()["steps"] - before <= 60 - steps + 10
+
+
+def test_a_guide_is_followed_on_another_service_from_where_it_was(tmp_path: Path) -> None:
+    folder = make_byte_tokenizer(make_tiny_model("llama", tmp_path, eos_token_id=END_ID), END)
+    guide = {"regex": "([a-f]{2}-[0-9]{3};){8}"}
+    params = [SamplingParams(seed=at, max_tokens=80, guide=guide, logprobs=1, temperature=2.0) for at in range(4)]
+    where = Address()
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(open_llm(folder)) for _ in range(2))
+        expected = first.generate([PROMPT] * len(params), params, use_tqdm=False)
+        assert len({completion.text for completion in expected}) == len(params)
+        client = Client(where)
+        stack.callback(client.close)
+        brake = stack.enter_context(Brake(first))
+        where.place = Place(first, 10)
+        streams = [client.stream(PROMPT, one) for one in params]
+        assert wait_until(lambda: len(where.place.service._live) == len(params))
+        brake.allow(15)
+        assert wait_until(lambda: min(len(stream._call.ask.produced) for stream in streams) >= 11)
+        lost, where.place = where.place, None
+        lost.close()
+        brake.allow(float("inf"))
+        with open_place(second) as where.place:
+            for stream, one in zip(streams, expected, strict=True):
+                whole = joined(list(stream))
+                assert (whole.output_token_ids, whole.text) == (one.output_token_ids, one.text)
+                assert (whole.finish_reason, whole.stop_reason) == ("stop", END_ID)
+                assert re.fullmatch(guide["regex"], whole.text)
+                assert_same_logprobs(one, whole)
+            assert second.stats()["decode_tokens"] > 0
 
 
 def test_whole_texts_survive_a_restart(folder: Path, llm: LLM) -> None:

@@ -171,7 +171,8 @@ def test_a_wrong_token_gets_nothing(llm: LLM, place: Place) -> None:
 def test_another_version_is_told(place: Place) -> None:
     raw = place.raw(greet=False)
     raw.say("hello", place.port.address.token, wire.VERSION + 1, False)
-    assert raw.hear() == ("refused", [0, "unavailable", "the handle speaks version 2 of the protocol, the service 1"])
+    reason = f"the handle speaks version {wire.VERSION + 1} of the protocol, the service {wire.VERSION}"
+    assert raw.hear() == ("refused", [0, "unavailable", reason])
 
 
 def test_garbage_is_ignored_and_others_are_served(llm: LLM, place: Place) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from driver import wire
 from driver.wire import Ask, WireError, ask_body, decode, encode, read_ask
+from scheduler.logprobs import TokenLogprobs
 from scheduler.params import MAX_COUNT, SEED_MAX, SEED_MIN, InvalidRequest, SamplingParams
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
@@ -60,6 +61,22 @@ PARAMS = st.builds(
     ignore_eos=st.booleans(),
     priority=st.integers(-100, 100),
     cache_salt=st.none() | TEXT,
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.1, 2),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, MAX_COUNT), st.floats(-100, 100), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    guide=st.sampled_from(
+        [
+            None,
+            {"json_object": True},
+            {"json_schema": {"type": "object", "properties": {"b": {}, "a": {}}}},
+            {"regex": "[ab]+"},
+            {"choice": ["yes", "n\u00f6"]},
+            {"grammar": 'start: "a"'},
+        ]
+    ),
 )
 IDS = st.lists(st.integers(0, 2**31), max_size=8)
 MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), min_size=1, max_size=3)
@@ -103,6 +120,46 @@ def test_an_error_is_the_same_on_the_other_side(kind: str) -> None:
 
 def test_an_unknown_error_is_a_failure() -> None:
     assert wire.refusal_kind(KeyError("x")) == "failed"
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> tuple[Any, ...]:
+    pairs = st.tuples(st.integers(0, MAX_COUNT), st.floats(width=32, allow_nan=False))
+    width = draw(st.integers(0, 3))
+    entry = st.tuples(pairs, st.lists(pairs, min_size=width, max_size=width)).map(
+        lambda drawn: TokenLogprobs(*drawn[0], drawn[1])
+    )
+    token_ids = draw(IDS)
+    logprobs = draw(st.none() | st.lists(entry, min_size=len(token_ids), max_size=len(token_ids)))
+    prompt = draw(st.none() | st.lists(entry, max_size=4).map(lambda entries: [None, *entries]))
+    reason = draw(st.sampled_from([(None, None), ("stop", "\n"), ("stop", 7), ("length", None)]))
+    return (7, draw(TEXT), token_ids, *reason, draw(NUMBERS), logprobs, prompt)
+
+
+@given(update=updates())
+def test_updates_arrive_as_they_left(update: tuple[Any, ...]) -> None:
+    _, ((item,),) = decode(encode("updates", [wire.pack_update(*update)]), wire.FROM_DRIVER)
+    assert tuple(wire.read_update(item)) == update
+
+
+@given(place=st.integers(0, 7), value=VALUES)
+def test_a_damaged_update_is_an_error(place: int, value: Any) -> None:
+    entry = TokenLogprobs(5, -0.5, [(5, -0.5)])
+    item = wire.pack_update(7, "a", [5], "stop", "a", 0, [entry], [None, entry])
+    item[place] = value
+    try:
+        read = wire.read_update(msgpack.unpackb(msgpack.packb(item)))
+    except WireError:
+        return
+    assert read[6] is None or len(read[6]) == len(read[2])
+    for scores in (read[6], read[7]):
+        assert scores is None or all(one is None or isinstance(one, TokenLogprobs) for one in scores)
+
+
+def test_as_many_log_probabilities_as_tokens_arrive() -> None:
+    item = wire.pack_update(7, "", [5, 6], None, None, 0, [TokenLogprobs(5, -0.5)], None)
+    with pytest.raises(WireError, match="1 log probabilities for 2 tokens"):
+        wire.read_update(item)
 
 
 # ---- anything else is refused

@@ -1,0 +1,133 @@
+"""What the few rows that ask for it do to their logits before a token is chosen: bias, penalties, fewest tokens,
+guides.
+
+Each rank adjusts its own vocabulary range. What a row has said is kept beside it on the device and counted when a token
+is sampled, so that a step which was planned before the driver knew the last token sees that token all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from scheduler.plan import Admission, Extras
+from workers.grammar import GuideMaker
+from workers.guides import GuideState
+
+_LARGEST = 1e30  # what a penalty close to 0 may make of a logit
+
+
+@dataclass(slots=True)
+class AdjustedRow:
+    """One row's wishes, as tensors of this rank's range.
+
+    bias_ids, end_ids: [n] int64 places in the range; biases: [n] fp32.
+    counts: [ids] fp32, how often each token is in the output; in_prompt: [ids] bool; None where nothing needs them.
+    guide: None where there is none.
+    """
+
+    extras: Extras
+    bias_ids: torch.Tensor
+    biases: torch.Tensor
+    end_ids: torch.Tensor
+    counts: torch.Tensor | None
+    in_prompt: torch.Tensor | None
+    guide: GuideState | None
+
+
+Asking = Sequence[tuple[int, AdjustedRow]]  # places among a step's sampled rows, and their wishes
+
+
+class Adjustments:
+    """own_ids: the range of token ids that this rank's logits are of. guides: makes their matchers."""
+
+    def __init__(self, own_ids: range, vocab_size: int, device: torch.device, guides: GuideMaker) -> None:
+        self.own_ids, self.vocab_size, self.device, self._guides = own_ids, vocab_size, device, guides
+        self._rows: dict[int, AdjustedRow] = {}
+
+    def admit(self, admissions: Iterable[Admission]) -> None:
+        """Rows start, and what their numbers stood for before is forgotten."""
+        for admission in admissions:
+            self._rows.pop(admission.row, None)
+            if admission.extras is not None:
+                self._rows[admission.row] = self._row(admission.tokens, admission.extras)
+
+    def asking(self, sampled_rows: np.ndarray) -> Asking:
+        """The step's sampled rows that ask for anything."""
+        if not self._rows:
+            return []
+        return [(place, self._rows[row]) for place, row in enumerate(sampled_rows.tolist()) if row in self._rows]
+
+    def apply(self, logits: torch.Tensor, asking: Asking, next_positions: np.ndarray) -> None:
+        """Changes the asking rows of [s, own ids] fp32 logits in place. next_positions: as in StepInputs."""
+        for place, row in asking:
+            scores, extras = logits[place], row.extras
+            if len(row.bias_ids):
+                scores.index_add_(0, row.bias_ids, row.biases)
+            if row.counts is not None:
+                _penalise(scores, row)
+            may_end = int(next_positions[place]) - extras.num_prompt >= extras.min_tokens
+            if row.guide is not None:
+                self._follow(scores, row.guide, may_end)
+            elif not may_end:
+                scores[row.end_ids] = float("-inf")
+
+    def _follow(self, scores: torch.Tensor, guide: GuideState, may_end: bool) -> None:
+        allowed = guide.allowed(self.vocab_size, may_end)[self.own_ids.start : self.own_ids.stop]
+        scores.masked_fill_(torch.from_numpy(~allowed).to(self.device), float("-inf"))
+
+    def count(self, tokens: torch.Tensor, asking: Asking) -> None:
+        """Takes in the step's sampled tokens, [s] int64, without waiting for them."""
+        for place, row in asking:
+            token = tokens[place : place + 1]
+            if row.guide is not None:
+                row.guide.expect(token)
+            if row.counts is not None and self.own_ids:
+                local = token - self.own_ids.start
+                is_own = ((local >= 0) & (local < len(self.own_ids))).float()
+                row.counts.index_add_(0, local.clamp(0, len(self.own_ids) - 1), is_own)
+
+    def _row(self, tokens: Sequence[int], extras: Extras) -> AdjustedRow:
+        own = [at for at, token_id in enumerate(extras.bias_ids) if token_id in self.own_ids]
+        counts = in_prompt = None
+        if extras.frequency_penalty or extras.presence_penalty or extras.repetition_penalty != 1:
+            counts = self._counted(tokens[extras.num_prompt :])
+            if extras.repetition_penalty != 1:
+                in_prompt = self._counted(tokens[: extras.num_prompt]) > 0
+        guide = None
+        if extras.guide is not None:
+            guide = GuideState(self._guides, extras.guide, tokens[extras.num_prompt :], extras.end_ids)
+        return AdjustedRow(
+            extras,
+            self._places([extras.bias_ids[at] for at in own]),
+            torch.tensor([extras.biases[at] for at in own], dtype=torch.float32, device=self.device),
+            self._places([token_id for token_id in extras.end_ids if token_id in self.own_ids]),
+            counts,
+            in_prompt,
+            guide,
+        )
+
+    def _places(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([i - self.own_ids.start for i in token_ids], dtype=torch.int64, device=self.device)
+
+    def _counted(self, tokens: Sequence[int]) -> torch.Tensor:
+        ids = np.asarray(tokens, np.int64) - self.own_ids.start
+        own = ids[(ids >= 0) & (ids < len(self.own_ids))]
+        counts = np.bincount(own, minlength=len(self.own_ids)).astype(np.float32)
+        return torch.from_numpy(counts).to(self.device)
+
+
+def _penalise(scores: torch.Tensor, row: AdjustedRow) -> None:
+    extras, counts = row.extras, row.counts
+    is_said = counts > 0
+    if extras.repetition_penalty != 1:
+        factor = extras.repetition_penalty
+        changed = torch.where(scores > 0, scores / factor, scores * factor).clamp_(-_LARGEST, _LARGEST)
+        scores.copy_(torch.where(is_said | row.in_prompt, changed, scores))
+    if extras.frequency_penalty:
+        scores.sub_(counts * extras.frequency_penalty)
+    if extras.presence_penalty:
+        scores.sub_(is_said * extras.presence_penalty)
