@@ -16,8 +16,7 @@ import torch
 from scheduler.plan import Admission, Extras
 from workers.grammar import GuideMaker
 from workers.guides import GuideState
-
-_LARGEST = 1e30  # what a penalty close to 0 may make of a logit
+from workers.penalties import Penalties
 
 
 @dataclass(slots=True)
@@ -25,16 +24,14 @@ class AdjustedRow:
     """One row's wishes, as tensors of this rank's range.
 
     bias_ids, end_ids: [n] int64 places in the range; biases: [n] fp32.
-    counts: [ids] fp32, how often each token is in the output; in_prompt: [ids] bool; None where nothing needs them.
-    guide: None where there is none.
+    penalties, guide: None where there are none.
     """
 
     extras: Extras
     bias_ids: torch.Tensor
     biases: torch.Tensor
     end_ids: torch.Tensor
-    counts: torch.Tensor | None
-    in_prompt: torch.Tensor | None
+    penalties: Penalties | None
     guide: GuideState | None
 
 
@@ -67,8 +64,8 @@ class Adjustments:
             scores, extras = logits[place], row.extras
             if len(row.bias_ids):
                 scores.index_add_(0, row.bias_ids, row.biases)
-            if row.counts is not None:
-                _penalise(scores, row)
+            if row.penalties is not None:
+                row.penalties.apply(scores)
             may_end = int(next_positions[place]) - extras.num_prompt >= extras.min_tokens
             if row.guide is not None:
                 self._follow(scores, row.guide, may_end)
@@ -85,19 +82,14 @@ class Adjustments:
             token = tokens[place : place + 1]
             if row.guide is not None:
                 row.guide.expect(token)
-            if row.counts is not None and self.own_ids:
-                local = token - self.own_ids.start
-                is_own = ((local >= 0) & (local < len(self.own_ids))).float()
-                row.counts.index_add_(0, local.clamp(0, len(self.own_ids) - 1), is_own)
+            if row.penalties is not None:
+                row.penalties.add(token)
 
     def _row(self, tokens: Sequence[int], extras: Extras) -> AdjustedRow:
         own = [at for at, token_id in enumerate(extras.bias_ids) if token_id in self.own_ids]
-        counts = in_prompt = None
-        if extras.frequency_penalty or extras.presence_penalty or extras.repetition_penalty != 1:
-            counts = self._counted(tokens[extras.num_prompt :])
-            if extras.repetition_penalty != 1:
-                in_prompt = self._counted(tokens[: extras.num_prompt]) > 0
-        guide = None
+        penalties = guide = None
+        if self.own_ids and (extras.frequency_penalty or extras.presence_penalty or extras.repetition_penalty != 1):
+            penalties = Penalties(extras, tokens, self.own_ids, self.device)
         if extras.guide is not None:
             guide = GuideState(self._guides, extras.guide, tokens[extras.num_prompt :], extras.end_ids)
         return AdjustedRow(
@@ -105,29 +97,9 @@ class Adjustments:
             self._places([extras.bias_ids[at] for at in own]),
             torch.tensor([extras.biases[at] for at in own], dtype=torch.float32, device=self.device),
             self._places([token_id for token_id in extras.end_ids if token_id in self.own_ids]),
-            counts,
-            in_prompt,
+            penalties,
             guide,
         )
 
     def _places(self, token_ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor([i - self.own_ids.start for i in token_ids], dtype=torch.int64, device=self.device)
-
-    def _counted(self, tokens: Sequence[int]) -> torch.Tensor:
-        ids = np.asarray(tokens, np.int64) - self.own_ids.start
-        own = ids[(ids >= 0) & (ids < len(self.own_ids))]
-        counts = np.bincount(own, minlength=len(self.own_ids)).astype(np.float32)
-        return torch.from_numpy(counts).to(self.device)
-
-
-def _penalise(scores: torch.Tensor, row: AdjustedRow) -> None:
-    extras, counts = row.extras, row.counts
-    is_said = counts > 0
-    if extras.repetition_penalty != 1:
-        factor = extras.repetition_penalty
-        changed = torch.where(scores > 0, scores / factor, scores * factor).clamp_(-_LARGEST, _LARGEST)
-        scores.copy_(torch.where(is_said | row.in_prompt, changed, scores))
-    if extras.frequency_penalty:
-        scores.sub_(counts * extras.frequency_penalty)
-    if extras.presence_penalty:
-        scores.sub_(is_said * extras.presence_penalty)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +10,7 @@ from attention.native import call
 from workers.kernels import Kernels
 from workers.noise import gumbel_noise, noise_of
 
-MOST_CANDIDATES = 256  # of a row; where one has more, all tokens get their noise
+MOST_CANDIDATES = 256  # of a row; where one has more, all of its tokens get their noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class Noisy:
     high: torch.Tensor
     low: torch.Tensor
     temperatures: torch.Tensor
+
+    def of(self, chosen: torch.Tensor) -> Noisy:
+        """Those of the rows for which [n] bool `chosen` is true."""
+        return Noisy(self.index[chosen], self.high[chosen], self.low[chosen], self.temperatures[chosen])
 
 
 class TorchPicking:
@@ -53,9 +57,15 @@ class CompiledPicking:
         arguments = (torch.get_num_threads(), count, size, logits.data_ptr())
         call(self.kernels.best, *arguments, values.data_ptr(), local.data_ptr())
         if noisy is not None:
-            ids = self._candidates(logits, noisy)
-            if ids is None:
-                return self.plain.pick(logits, noisy)
+            ids, is_full = self._candidates(logits, noisy)
+            if is_full.any():
+                # Flat rows, or those of which a guide leaves nothing in this range; the others do not pay for them.
+                full, noisy, ids = noisy.of(is_full), noisy.of(~is_full), ids[~is_full]
+                places = torch.arange(len(full.index))
+                scores = logits[full.index]
+                values[full.index], local[full.index] = self.plain.pick(scores, replace(full, index=places))
+            if len(noisy.index) == 0:
+                return values, local
             noise = noise_of(noisy.high.unsqueeze(-1), noisy.low.unsqueeze(-1), ids + self.own_ids[0]).float()
             scores = logits[noisy.index.unsqueeze(-1), ids] + noise * noisy.temperatures
             best, place = scores.max(dim=-1)  # candidates ascend, so that of equals the lowest comes first
@@ -63,8 +73,9 @@ class CompiledPicking:
             local[noisy.index] = ids.gather(1, place.unsqueeze(-1)).squeeze(-1)
         return values, local
 
-    def _candidates(self, logits: torch.Tensor, noisy: Noisy) -> torch.Tensor | None:
-        """[n, candidates] places in the range, a row's first one again behind its last; None if they are too many."""
+    def _candidates(self, logits: torch.Tensor, noisy: Noisy) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, candidates] places in the range, a row's first one again behind its last; [n] whether they are too many,
+        so that the row's places mean nothing."""
         rows = len(noisy.index)
         ids, counts = torch.empty((rows, MOST_CANDIDATES), dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
         call(
@@ -73,4 +84,4 @@ class CompiledPicking:
             *(logits.data_ptr(), noisy.high.data_ptr(), noisy.low.data_ptr(), noisy.temperatures.data_ptr()),
             *(MOST_CANDIDATES, ids.data_ptr(), counts.data_ptr()),
         )
-        return None if int(counts.min()) < 0 else ids[:, : int(counts.max())]
+        return ids[:, : max(0, int(counts.max()))], counts < 0

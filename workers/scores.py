@@ -17,7 +17,8 @@ from scheduler.logprobs import LEAST_LOGPROB, TokenLogprobs
 from scheduler.plan import StepPlan
 from workers.state import Rows
 
-PIECE_ELEMENTS = 1 << 21  # logits that are looked at at once
+PIECE_ELEMENTS = 1 << 21  # logits that are made at once
+CACHED_ELEMENTS = 1 << 17  # of these, as many as a CPU's cache holds with all that is made of them
 _LOWEST = -(2**63)
 _ID_MASK = 0xFFFFFFFF
 
@@ -93,9 +94,11 @@ class Scorer:
     def score(self, logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> Scores:
         """logits: [n, own ids] fp32; token_ids: [n] int64, on the device. width: most likely tokens to tell of."""
         width = min(width, self.vocab_size)
-        total = logits.double().logsumexp(dim=-1, keepdim=True)
-        found = torch.cat((total.view(torch.int64), self._keys(logits, token_ids), self._best(logits, width)), dim=-1)
-        ranks = self.group.all_gather(found)  # [ranks, n, 2 + width]
+        size = len(logits)
+        if logits.device.type == "cpu":
+            size = max(1, CACHED_ELEMENTS // max(1, len(self.own_ids)))
+        parts = zip(logits.split(size), token_ids.split(size), strict=True)
+        ranks = self.group.all_gather(torch.cat([self._found(*part, width) for part in parts]))
         total = ranks[:, :, 0].view(torch.float64).logsumexp(dim=0)
         chosen = ranks[:, :, 1].amax(dim=0)
         top = ranks[:, :, 2:].permute(1, 0, 2).flatten(1).topk(width, dim=-1).values
@@ -114,6 +117,11 @@ class Scorer:
             start = chunk.hidden + at
             parts.append(self.score(head(hidden[start : start + len(token_ids)]), token_ids, chunk.width))
         return parts
+
+    def _found(self, logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Tensor:
+        """[n, 2 + width] int64: what this rank adds to the sum, as fp64 bits, the tokens' keys, and its best ones."""
+        total = logits.double().logsumexp(dim=-1, keepdim=True)
+        return torch.cat((total.view(torch.int64), self._keys(logits, token_ids), self._best(logits, width)), dim=-1)
 
     def _keys(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, 1] keys of these tokens, the lowest where another rank has them."""
@@ -150,14 +158,14 @@ def scored_chunks(plan: StepPlan, rows: Rows, device: torch.device) -> list[Scor
 
 def _keys(logits: torch.Tensor, turned_ids: torch.Tensor) -> torch.Tensor:
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.long() << 32) | turned_ids
+    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
+    return ordered.long().bitwise_left_shift_(32).bitwise_or_(turned_ids)
 
 
 def _values(keys: torch.Tensor) -> torch.Tensor:
     """The fp32 logits of keys, as fp64."""
     ordered = (keys >> 32).int()
-    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32).double()
+    return ordered.bitwise_xor_((ordered >> 31).bitwise_and_(0x7FFFFFFF)).view(torch.float32).double()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,8 @@ def test_real_vocabularies_have_few_candidates(scale: float, temperature: float)
     size, rows = 49_152, list(range(12))
     logits = scale * torch.randn(len(rows), size, generator=torch.Generator().manual_seed(1))
     noisy = noisy_rows(rows, temperature)
-    candidates = CompiledPicking(KERNELS, torch.arange(size))._candidates(logits, noisy)
-    assert candidates is not None
+    candidates, is_full = CompiledPicking(KERNELS, torch.arange(size))._candidates(logits, noisy)
+    assert not is_full.any()
     assert candidates.shape[1] < 100
     assert len(assert_same(logits, noisy).unique()) > 6
 
@@ -81,8 +81,23 @@ def test_more_candidates_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picking, "MOST_CANDIDATES", 2)
     logits = torch.randn(6, 5000)
     own_ids, noisy = torch.arange(5000), noisy_rows([0, 1, 2, 3, 5], 2.0)
-    assert CompiledPicking(KERNELS, own_ids)._candidates(logits, noisy) is None
+    assert CompiledPicking(KERNELS, own_ids)._candidates(logits, noisy)[1].all()
     assert_same(logits, noisy)
+
+
+def test_a_row_with_too_many_candidates_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guide may leave nothing of a rank's range: all of its tokens are equally impossible there."""
+    logits = 3 * torch.randn(6, 5000, generator=torch.Generator().manual_seed(2))
+    logits[[1, 4]] = -math.inf
+    rows = [0, 1, 2, 4, 5]
+    assert_same(logits.clone(), noisy_rows(rows, 1.0))
+    seen = []
+    plain = TorchPicking.pick
+    monkeypatch.setattr(
+        TorchPicking, "pick", lambda self, some, noisy: (seen.append(len(some)), plain(self, some, noisy))[1]
+    )
+    CompiledPicking(KERNELS, torch.arange(5000)).pick(logits, noisy_rows(rows, 1.0))
+    assert seen == [2]
 
 
 def test_greedy_alone() -> None:
