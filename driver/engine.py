@@ -22,6 +22,7 @@ from driver.recovery import RequestPoisonous, Suspects
 from driver.text import TextStream
 from driver.trace import StepTrace
 from driver.watchdog import Watchdog
+from driver.wire import RequestFailed
 from scheduler.budget import MIN_PREFILL_TOKENS
 from scheduler.frame import StepResult, encode_plan, tokens_crc
 from scheduler.logprobs import TokenLogprobs
@@ -297,6 +298,12 @@ class Engine:
                 self.scheduler.finish(request, "stop", live.text.stop)
             self._tell(live, text, [token], now)
         self.figures.told_step(now)
+        while self.scheduler.not_finite:
+            request = self.scheduler.not_finite.pop()
+            error = RequestFailed(
+                f"the model's logits behind {len(request.tokens)} tokens of this request are not finite"
+            )
+            self._live.pop(request.id).sink(Update(request.id, "", [], "error", now, error=error))
         while self.scheduler.failed:
             request, reason = self.scheduler.failed.pop()
             error = InvalidRequest(f"the guide cannot be followed any further: {reason}")

@@ -66,6 +66,10 @@ def families(stats: Mapping[str, Any]) -> Iterator[Family]:
     ratio = stats["cached_tokens"] / looked_up if looked_up else 0.0
     yield _gauge("quadriga_prefix_cache_hit_ratio", "Share of prompt tokens found in the cache so far.", {(): ratio})
     yield _counter("quadriga_preemptions", "Requests whose blocks were taken for others.", {(): stats["preemptions"]})
+    yield _counter("quadriga_epoch_restarts", "Losses of ranks that requests survived.", {(): stats["restarts"]})
+    help_ = "What these losses took, from notice to the next step."
+    yield _counter("quadriga_epoch_restart_seconds", help_, {(): stats["restart_seconds"]})
+    yield _counter("quadriga_not_finite_requests", "Failed by logits that are no numbers.", {(): stats["not_finite"]})
     yield _counter("quadriga_late_steps", "Steps whose decodes took all of the target TBT.", {(): stats["late_steps"]})
     yield _gauge("quadriga_step_budget_tokens", "Tokens that the newest step could have.", {(): stats["step_budget"]})
     yield _gauge("quadriga_step_tokens", "Tokens that the newest step had.", {(): stats["step_tokens"]})

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from driver.wire import RequestFailed
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
 EPOCHS_TO_SUSPECT = 2
 
 
-class RequestPoisonous(RuntimeError):
+class RequestPoisonous(RequestFailed):
     """The workers fail whenever this request runs; the others go on without it."""
 
 

@@ -40,6 +40,10 @@ class PrefixCache:
             self.pool.publish(request.blocks[index], keys[index])
         request.published = max(request.published, full)
 
+    def withdraw(self, request: Request) -> None:
+        """Takes back what the request has published: its contents are not to be trusted."""
+        self.pool.withdraw(request.blocks[: request.published])
+
     def _keys(self, request: Request, count: int) -> list[bytes]:
         """The chained keys of the request's first `count` blocks, all of whose tokens are known."""
         keys, size = request.block_keys, self.pool.block_size

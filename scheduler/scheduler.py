@@ -43,7 +43,9 @@ class Scheduler:
         self.counters = Counters()
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # likewise
-        self.failed: list[tuple[Request, str]] = []  # and why; for the caller of `update` to take out
+        # For the caller of `update` to take out: who could not follow its guide, and why; whose logits were not finite.
+        self.failed: list[tuple[Request, str]] = []
+        self.not_finite: list[Request] = []
         self.only: Request | None = None  # while set, no other waiting request is started
         self._prefix_caching = prefix_caching
         self._arrivals = 0
@@ -149,6 +151,12 @@ class Scheduler:
             raise RuntimeError(f"step {entry.step} samples {len(entry.sampled)} tokens, got {len(result.tokens)}")
         self._last_ended = entry.step
         self._agreed = (entry.step, tokens_crc)
+        for request, token in zip(entry.sampled, result.tokens, strict=True):
+            if token < 0 and request.phase is not Phase.FINISHED:
+                self._prefixes.withdraw(request)
+                self.finish(request, "error")
+                self.not_finite.append(request)
+                self.counters.not_finite += 1
         for request, preemptions, computed in entry.filled:
             if request.row >= 0 and request.preemptions == preemptions:
                 self._prefixes.publish(request, computed)

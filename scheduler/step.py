@@ -51,6 +51,7 @@ def take_extras(entry: StepInFlight, extras: StepExtras) -> list[tuple[Request, 
 class Counters:
     """Totals since the start.
 
+    not_finite: requests that failed because their logits were not finite.
     late_steps: steps whose decodes left prefill no time under the target TBT, so that it took the minimum anyway.
     """
 
@@ -61,6 +62,7 @@ class Counters:
     cached_tokens: int = 0
     preemptions: int = 0
     discarded_tokens: int = 0
+    not_finite: int = 0
 
 
 @dataclass(slots=True)

@@ -252,12 +252,13 @@ class ModelRunner:
             top_p=rows.top_p[picked],
             min_p=rows.min_p[picked],
         )
-        tokens = self.sampler.sample(logits, sampling)
+        sampled = self.sampler.sample(logits, sampling)
+        tokens = sampled.clamp(min=0)  # a row that has failed goes on with any token until the driver knows
         self.adjustments.count(tokens, asking)
         if scored:
             extras.sampled = self.scorer.score(kept, tokens[places], max(extras.widths))
         self.last_tokens[torch.from_numpy(picked).to(self.device)] = tokens
-        return tokens
+        return sampled
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_rows: int) -> None:

@@ -19,6 +19,8 @@ from workers.kernels import Kernels
 from workers.noise import gumbel_noise, noise_keys
 from workers.picking import CompiledPicking, Noisy, TorchPicking
 
+NOT_FINITE = -1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -48,7 +50,10 @@ class Sampler:
         self.picking = CompiledPicking(kernels, own_ids) if kernels else TorchPicking(own_ids)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """logits: [s, own ids] fp32, changed in place. Returns [s] int64 token ids, equal on all ranks."""
+        """logits: [s, own ids] fp32, changed in place. Returns [s] int64 token ids, equal on all ranks.
+
+        NOT_FINITE stands for the token of a row whose logits hold NaN or whose largest one is infinite.
+        """
         random = rows.temperature > 0
         truncated = random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
         full = None
@@ -61,7 +66,7 @@ class Sampler:
             scores = truncate(scaled, rows, truncated) + gumbel_noise(
                 *noise_keys(rows.seeds[truncated], rows.positions[truncated]), self.ids
             )
-            tokens[self._index(truncated)] = scores.argmax(dim=-1)
+            tokens[self._index(truncated)] = scores.argmax(dim=-1).where(full.amax(dim=-1).isfinite(), NOT_FINITE)
         return tokens
 
     def _noisy(self, rows: SamplingRows, chosen: np.ndarray) -> Noisy | None:
@@ -74,11 +79,11 @@ class Sampler:
         """The id with the best value over all ranks' ranges; of equals, the lowest."""
         ids = local + self.first_id
         if self.group.size == 1:
-            return ids
+            return ids.where(values.isfinite(), NOT_FINITE)
         # Ids below 2**53 are exact in fp64, so that value and id travel in one collective.
         winners = self.group.all_gather(torch.stack((values.double(), ids.double())))  # [ranks, 2, s]
-        best = winners[:, 0].argmax(dim=0, keepdim=True)
-        return winners[:, 1].gather(0, best)[0].long()
+        best = winners[:, 0].argmax(dim=0, keepdim=True)  # NaN, where there is any
+        return winners[:, 1].gather(0, best)[0].long().where(winners[:, 0].gather(0, best)[0].isfinite(), NOT_FINITE)
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         """[s, own ids] of every rank -> [s, vocabulary]."""

@@ -10,14 +10,16 @@ struct Best {
     int64_t threads, rows, count, logits, values, ids;
 };
 
-// Of equals, the lowest; NaN is never the largest.
+// Of equals, the lowest; -1 where there is NaN or an infinity above all.
 static int64_t find_best(const float* logits, int64_t count) {
+    ints sound = (ints)spread(0) == 0;
     floats best = spread(-INFINITY);
     words number = lane_numbers(), place = number;
     for (int64_t i = 0; i < count; i += LANES, number += LANES) {
         floats x = i + LANES <= count ? load(logits + i) : load(logits + i, count - i);
         ints is_real = (ints)number < (int32_t)count;
         ints is_larger = (x > best) & is_real;
+        sound &= (x < spread(INFINITY)) | ~is_real;
         best = is_larger ? x : best;
         place = is_larger ? number : place;
     }
@@ -28,17 +30,19 @@ static int64_t find_best(const float* logits, int64_t count) {
             largest = best[lane];
             winner = place[lane];
         }
+    for (int lane = 0; lane < LANES; lane++)
+        if (!sound[lane]) return -1;
     return winner;
 }
 
-// logits [rows, count] -> values, ids [rows].
+// logits [rows, count] -> values, ids [rows]; NaN and 0 for a row that is not sound.
 EXPORT int64_t quadriga_best(const int64_t* arguments, Member* member) {
     const Best& b = *(const Best*)arguments;
     parallel_each(member, b.rows * b.count < 1 << 16 ? 1 : b.threads, b.rows, [&](int64_t row) {
         const float* logits = (const float*)b.logits + row * b.count;
         const int64_t id = find_best(logits, b.count);
-        ((int64_t*)b.ids)[row] = id;
-        ((float*)b.values)[row] = logits[id];
+        ((int64_t*)b.ids)[row] = std::max<int64_t>(id, 0);
+        ((float*)b.values)[row] = id < 0 ? NAN : logits[id];
     });
     return 0;
 }
