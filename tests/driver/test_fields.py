@@ -13,7 +13,22 @@ from driver.wire import Ask, ask_body
 from scheduler.params import SamplingParams
 from tests.driver.serving import PROMPT, Place, all_free, greedy_params, wait_until
 
-WRONG: tuple[Any, ...] = (None, -1, -(2**63), 2**64 - 1, 1e308, -1e308, math.nan, math.inf, "x", "", True, [], [[]], [None])
+WRONG: tuple[Any, ...] = (
+    None,
+    -1,
+    -(2**63),
+    2**64 - 1,
+    1e308,
+    -1e308,
+    math.nan,
+    math.inf,
+    "x",
+    "",
+    True,
+    [],
+    [[]],
+    [None],
+)
 WRONG += ({"a": 1}, {"-1": 1}, {"5": 1e9}, {"301": 1}, {"regex": "("}, {"json_schema": "{"}, b"x")
 
 
