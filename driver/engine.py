@@ -300,16 +300,11 @@ class Engine:
         self.figures.told_step(now)
         while self.scheduler.not_finite:
             request = self.scheduler.not_finite.pop()
-            error = RequestFailed(
-                f"the model's logits behind {len(request.tokens)} tokens of this request are not finite"
-            )
-            self._live.pop(request.id).sink(Update(request.id, "", [], "error", now, error=error))
+            where = f"behind {len(request.tokens)} tokens"
+            self._fail(request, RequestFailed(f"the model's logits of this request, {where}, are not finite numbers"))
         while self.scheduler.failed:
             request, reason = self.scheduler.failed.pop()
-            error = InvalidRequest(f"the guide cannot be followed any further: {reason}")
-            live = self._live.pop(request.id)
-            self.figures.ended_request("error", now - live.asked_at)
-            live.sink(Update(request.id, "", [], "error", now, error=error))
+            self._fail(request, InvalidRequest(f"the guide cannot be followed any further: {reason}"))
 
     def _learn(self, result: StepResult, now: float) -> None:
         """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""
@@ -371,9 +366,10 @@ class Engine:
         )
 
     def _fail(self, request: Request, error: Exception) -> None:
-        live = self._live.pop(request.id)
+        live, now = self._live.pop(request.id), time.perf_counter()
         self.scheduler.finish(request, "error")
-        live.sink(Update(request.id, "", [], "error", time.perf_counter(), error=error))
+        self.figures.ended_request("error", now - live.asked_at)
+        live.sink(Update(request.id, "", [], "error", now, error=error))
 
     def _add(self, live: _Live) -> None:
         request = live.request

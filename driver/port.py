@@ -241,7 +241,7 @@ class Port:
             return
         for number, pending in session.pending.items():
             error = pending.last.error
-            if error is not None and (isinstance(error, InvalidRequest) or not self._restarts):
+            if error is not None and (isinstance(error, InvalidRequest | wire.RequestFailed) or not self._restarts):
                 self._send(peer, "refused", number, wire.refusal_kind(error), str(error))
             if pending.last.finish_reason is not None:
                 session.requests.pop(number, None)

@@ -6,7 +6,7 @@ when    a number: in the first epoch's step of that number
         load: while the weights are being loaded; reload: the same, in the process that replaces a lost one
         token=N: whenever a request that has token N is admitted, in every epoch
 kind    kill (SIGKILL), stop (SIGSTOP), raise, memory (as if there were none left), hang (in this process's Python),
-        nan (the logits of the first row that is sampled are not finite)
+            nan (logits are not finite: of the request with the token, or of the first that is sampled in the step)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from scheduler.plan import StepPlan
 
 VARIABLE = "QUADRIGA_FAULT"
+FIRST = -1
 KINDS = ("kill", "stop", "raise", "memory", "hang", "nan")
 
 
@@ -67,22 +68,22 @@ class Faults:
             if fault.when == ("reload" if self._generation == 1 else "load" if self._generation == 0 else ""):
                 _commit(fault)
 
-    def on_plan(self, plan: StepPlan) -> bool:
-        """Whether the step's first sampled logits are to be spoiled; every other kind of fault happens here."""
-        spoil = False
+    def on_plan(self, plan: StepPlan) -> list[int]:
+        """Rows whose logits are to be spoiled, FIRST for whichever comes first; other kinds of faults happen here."""
+        spoiled: list[int] = []
         if self._first_epoch is None and self._generation == 0:
             self._first_epoch = plan.epoch
         for fault in self._faults:
             if fault.when.startswith("token="):
                 token = int(fault.when.removeprefix("token="))
-                due = any(token in admission.tokens for admission in plan.admissions)
+                rows = [admission.row for admission in plan.admissions if token in admission.tokens]
             else:
-                due = fault.when == str(plan.step) and plan.epoch == self._first_epoch
-            if due and fault.kind == "nan":
-                spoil = True
-            elif due:
+                rows = [FIRST] if fault.when == str(plan.step) and plan.epoch == self._first_epoch else []
+            if fault.kind == "nan":
+                spoiled += rows
+            elif rows:
                 _commit(fault)
-        return spoil
+        return spoiled
 
 
 def _commit(fault: Fault) -> None:

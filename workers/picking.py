@@ -69,7 +69,7 @@ class CompiledPicking:
             noise = noise_of(noisy.high.unsqueeze(-1), noisy.low.unsqueeze(-1), ids + self.own_ids[0]).float()
             scores = logits[noisy.index.unsqueeze(-1), ids] + noise * noisy.temperatures
             best, place = scores.max(dim=-1)  # candidates ascend, so that of equals the lowest comes first
-            values[noisy.index] = best.where(values[noisy.index].isfinite(), float("nan"))
+            values[noisy.index] = best.where(~values[noisy.index].isnan(), float("nan"))
             local[noisy.index] = ids.gather(1, place.unsqueeze(-1)).squeeze(-1)
         return values, local
 

@@ -19,6 +19,7 @@ from parallel.split import shard_heads
 from scheduler.plan import StepPlan
 from workers.adjust import Adjustments
 from workers.architecture import Architecture
+from workers.faults import FIRST
 from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs
@@ -104,7 +105,7 @@ class ModelRunner:
             kinds=self.backend.capabilities.graphs,
         )
         self.replay: Replay | None = None
-        self.spoil_logits = False  # of the next step's first sampled row, as a fault on purpose
+        self.spoiled_rows: list[int] = []  # of the next step, as a fault on purpose; see workers.faults
 
     @property
     def captured_tokens(self) -> int:
@@ -233,9 +234,9 @@ class ModelRunner:
 
     def _choose(self, logits: torch.Tensor, inputs: StepInputs, extras: PendingExtras) -> torch.Tensor:
         """[s] int64 tokens from [s, own ids] logits, which are changed."""
-        if self.spoil_logits:
-            logits[0] = float("nan")
         picked, rows = inputs.sampled_rows, self.rows
+        for row in self.spoiled_rows:
+            logits[0 if row == FIRST else picked == row] = float("nan")
         asking = self.adjustments.asking(picked)
         scored = [(place, row.extras.logprobs) for place, row in asking if row.extras.logprobs is not None]
         if scored:

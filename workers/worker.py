@@ -151,7 +151,7 @@ class Worker:
             )
         if plan.step == 0:
             self._crcs.clear()
-        self.runner.spoil_logits = self._faults.on_plan(plan)
+        self.runner.spoiled_rows = self._faults.on_plan(plan)
         return self.runner.launch(plan, started)
 
     def _finish(self, step: LaunchedStep, channel: PlanSource) -> None:

@@ -13,6 +13,7 @@ import pytest
 from driver.cluster import Cluster
 from driver.executor import WorkerFailed
 from driver.recovery import RequestPoisonous
+from driver.wire import RequestFailed
 from quadriga import LLM, SamplingParams
 from tests.end_to_end.conftest import TinyModels
 
@@ -118,6 +119,30 @@ def test_a_request_that_ends_every_epoch_fails_alone(
         assert found == undisturbed[:3]
         assert llm.stats()["restarts"] == 3
         assert llm.stats()["kv_blocks_free"] == 64
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "seeded", "truncated"])
+def test_logits_that_are_not_finite_fail_their_request_alone(
+    folder: Path,
+    ray_cluster: Cluster,
+    undisturbed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    rank: int,
+    params: SamplingParams,
+) -> None:
+    monkeypatch.setenv("QUADRIGA_FAULT", f"{rank}:token={POISON}:nan")
+    with open_llm(folder, tensor_parallel_size=size, executor="auto", max_num_seqs=4) as llm:
+        good = [llm.stream(PROMPT, one) for one in PARAMS]
+        with pytest.raises(
+            RequestFailed, match=r"the model's logits of this request, behind \d+ tokens, are not finite"
+        ):
+            llm.generate([*range(20), POISON], params)
+        found = [[token for piece in stream for token in piece.token_ids] for stream in good]
+        assert found == undisturbed[:3]
+        stats = llm.stats()
+        assert (stats["restarts"], stats["not_finite"], stats["kv_blocks_free"]) == (0, 1, 64)
 
 
 def test_epochs_in_vain_come_to_an_end(folder: Path, ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
