@@ -44,7 +44,7 @@ class Intake:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
-        ids = self.tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         vocab_size = self.model.arch.vocab_size
         token_ids = checked_ids(ids, vocab_size)
         room = self._room(token_ids, params)
@@ -72,6 +72,13 @@ class Intake:
             seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
             num_prompt=len(token_ids),
         )
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The token ids of a conversation. Raises InvalidRequest when the model has no tokenizer or template."""
+        return self.tokenizer("a chat").encode_chat(messages, self.model.max_model_len)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer("a text prompt").encode(text, most_tokens=self.model.max_model_len)
 
     def _check_guide(self, params: SamplingParams) -> None:
         if params.guide is None:

@@ -115,7 +115,7 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation. Raises InvalidRequest when the model has no tokenizer or template."""
-        return self._intake.tokenizer("a chat").encode_chat(messages)
+        return self._intake.encode_chat(messages)
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: steps, tokens by kind, preemptions, frame counts and sizes in bytes; see Figures."""

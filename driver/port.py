@@ -6,12 +6,14 @@ costs no more memory than its requests' texts: updates that cannot be sent are j
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +27,13 @@ from parallel.channel import ChannelAddress, bind
 from parallel.wake import WakePipe
 from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest
+from scheduler.request import Request
 
 logger = logging.getLogger("quadriga.port")
 
 _FRAMES_AHEAD = 256  # frames that a handle may leave unread before its updates are joined
+_LONG_ASK = 16_384  # bytes; a longer one is prepared aside
+_MOST_ENCODING = 64  # asks that wait for that
 _LONGEST_REASON = 4000  # characters: an error may quote what was asked
 
 
@@ -59,8 +64,13 @@ class _Session:
     owner: bool
     seen_at: float
     requests: dict[int, str] = field(default_factory=dict)
+    preparing: set[int] = field(default_factory=set)
+    unwanted: dict[int, str] = field(default_factory=dict)  # aborted before they were prepared
     pending: dict[int, _Pending] = field(default_factory=dict)
     unsent: list[bytes] = field(default_factory=list)
+
+
+_News = Update | Request | Exception | None  # of one ask: what came of it; None when it has been prepared aside
 
 
 class Port:
@@ -91,7 +101,10 @@ class Port:
             self._socket.setsockopt(option, value)
         self.address: ChannelAddress = bind(self._socket, host)
         self._sessions: dict[bytes, _Session] = {}
-        self._news: queue.SimpleQueue[tuple[bytes, _Session, int, Update]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[bytes, _Session, int, _News]] = queue.SimpleQueue()
+        # Encodes long texts, one at a time, so that nobody else waits for that.
+        self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quadriga-encode")
+        self._encoding = 0  # asks that it has or will have
         self._waker = WakePipe()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="quadriga-port", daemon=True)
@@ -107,6 +120,7 @@ class Port:
         self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
+        self._encoder.shutdown(cancel_futures=True)
         self._socket.close()
         self._context.term()
         self._waker.close()
@@ -163,10 +177,12 @@ class Port:
         if kind == "ping":
             self._send(peer, "pong")
         elif kind == "ask":
-            self._ask(peer, session, *items)
+            self._ask(peer, session, *items, len(frame))
         elif kind == "abort":
             if items[0] in session.requests:
                 self.service.abort(session.requests[items[0]])
+            elif items[0] in session.preparing:
+                session.preparing.discard(items[0])  # it ends as soon as it is prepared
         elif kind == "query":
             self._answer(peer, *items)
         else:
@@ -187,21 +203,46 @@ class Port:
             self.owner_seen_at = time.monotonic()
         self._send(peer, "welcome", self.service.health())
 
-    def _ask(self, peer: bytes, session: _Session, number: int, body: object) -> None:
-        if number in session.requests:
+    def _ask(self, peer: bytes, session: _Session, number: int, body: object, size: int) -> None:
+        if number in session.requests or number in session.preparing:
             self._send(peer, "refused", number, "invalid", f"number {number} is in use")
             return
+        session.preparing.add(number)
+        if size <= _LONG_ASK:
+            self._prepare(peer, session, number, body)
+            self._take_news()
+        elif self._encoding >= _MOST_ENCODING:
+            self._refuse(peer, session, number, wire.Overloaded(f"{self._encoding} long prompts wait to be encoded"))
+        else:
+            self._encoding += 1
+            self._encoder.submit(self._prepare_aside, peer, session, number, body)
+
+    def _prepare_aside(self, peer: bytes, session: _Session, number: int, body: object) -> None:
+        self._prepare(peer, session, number, body)
+        self._tell(peer, session, number, None)
+
+    def _prepare(self, peer: bytes, session: _Session, number: int, body: object) -> None:
+        tell = functools.partial(self._tell, peer, session, number)
         try:
-            request = self.service.submit(wire.read_ask(body), self._sink(peer, session, number))
+            self.service.submit(wire.read_ask(body), tell, on_prepared=tell)
         except Exception as error:
-            kind = wire.refusal_kind(error)
-            if kind == "failed":
+            if wire.refusal_kind(error) == "failed":
                 logger.exception("a request could not be taken")
-            if not (kind == "unavailable" and self._restarts and self.service.state == FAILED):
-                self._send(peer, "refused", number, kind, str(error)[:_LONGEST_REASON])
-            return
+            tell(error)
+
+    def _accept(self, peer: bytes, session: _Session, number: int, request: Request) -> None:
         session.requests[number] = request.id
+        if number not in session.preparing:
+            session.unwanted[number] = request.id
+        session.preparing.discard(number)
         self._send(peer, "accepted", number, request.tokens[: request.num_prompt])
+
+    def _refuse(self, peer: bytes, session: _Session, number: int, error: Exception) -> None:
+        session.preparing.discard(number)
+        session.requests.pop(number, None)
+        kind = wire.refusal_kind(error)
+        if not (kind == "unavailable" and self._restarts and self.service.state == FAILED):
+            self._send(peer, "refused", number, kind, str(error)[:_LONGEST_REASON])
 
     def _answer(self, peer: bytes, number: int, what: str) -> None:
         answers: dict[str, Callable[[], dict[str, Any]]] = {
@@ -214,19 +255,26 @@ class Port:
         else:
             self._send(peer, "refused", number, "invalid", f"there is no {what!r} to ask for")
 
-    def _sink(self, peer: bytes, session: _Session, number: int) -> Callable[[Update], None]:
-        def sink(update: Update) -> None:
-            self._news.put((peer, session, number, update))
-            self._waker.wake()
-
-        return sink
+    def _tell(self, peer: bytes, session: _Session, number: int, news: _News) -> None:
+        self._news.put((peer, session, number, news))
+        self._waker.wake()
 
     def _take_news(self) -> None:
         while not self._news.empty():
-            peer, session, number, update = self._news.get()
-            # A handle that greeted anew may use the number for a new request already.
-            if self._sessions.get(peer) is session:
-                session.pending.setdefault(number, _Pending()).add(update)
+            peer, session, number, news = self._news.get()
+            is_current = self._sessions.get(peer) is session  # else the number may be a new request's already
+            if news is None:
+                self._encoding -= 1
+                if number in session.unwanted:  # not before the engine has it
+                    self.service.abort(session.unwanted.pop(number))
+            elif isinstance(news, Request) and is_current:
+                self._accept(peer, session, number, news)
+            elif isinstance(news, Request):
+                session.unwanted[number] = news.id
+            elif is_current and isinstance(news, Update):
+                session.pending.setdefault(number, _Pending()).add(news)
+            elif is_current:
+                self._refuse(peer, session, number, news)
 
     def _send_pending(self) -> None:
         for peer, session in list(self._sessions.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from driver.engine import EngineDead, Sink, Update
@@ -41,8 +42,10 @@ class Service:
             return FAILED
         return DRAINING if self._draining else READY
 
-    def submit(self, ask: Ask, sink: Sink) -> Request:
+    def submit(self, ask: Ask, sink: Sink, on_prepared: Callable[[Request], None] = lambda request: None) -> Request:
         """Starts a request; the sink gets its updates, from several threads but one after another.
+
+        on_prepared: told of the request before its first update.
 
         Raises InvalidRequest, Overloaded or ServiceUnavailable.
         """
@@ -52,6 +55,7 @@ class Service:
         with self._lock:
             self._check_open()
             self._live.add(request.id)
+        on_prepared(request)
         try:
             self._start(request, ask, sink)
         except BaseException as error:

@@ -14,6 +14,7 @@ import tokenizers
 
 from scheduler.params import InvalidRequest
 
+SHRINKING = 4  # times that normalisation may shorten a text
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -63,8 +64,13 @@ class Tokenizer:
         token_id = self._backend.token_to_id(token) if token else None
         return frozenset() if token_id is None else frozenset({token_id})
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises InvalidRequest for a string that is not text: one with half of a surrogate pair."""
+    def encode(self, text: str, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Raises InvalidRequest for a string that is not text: one with half of a surrogate pair.
+
+        most_tokens: a text that must be longer than that is refused before the work is done.
+        """
+        if most_tokens is not None and len(text) > SHRINKING * self.longest_token * most_tokens:
+            raise InvalidRequest(f"the text has {len(text)} characters, more than {most_tokens} tokens can stand for")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -86,10 +92,13 @@ class Tokenizer:
         """Characters of the longest entry of the vocabulary."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], most_tokens: int | None = None, **variables: Any
+    ) -> list[int]:
         """Token ids of a conversation, laid out by the model's chat template, up to where the assistant answers.
 
-        variables: of the template, beside the messages: `tools`, or one that this template alone knows.
+        most_tokens: as in `encode`. variables: of the template, beside the messages: `tools`, or one that this
+        template alone knows.
         Raises InvalidRequest when the model has no template or the template refuses the messages.
         """
         if self._template_source is None:
@@ -102,7 +111,7 @@ class Tokenizer:
             text = self._template.render({**usual, **variables, "messages": list(messages)})
         except Exception as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, False, most_tokens)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """A token's own bytes, which need not be whole characters; a special token's are its name. None without any."""

@@ -376,3 +376,55 @@ def test_what_was_asked_just_before_closing_is_answered(place: Place, monkeypatc
     closing.join(10)
     with pytest.raises(ServiceUnavailable, match="closed"):
         list(stream)
+
+
+LONG_TEXT = "sea " * 20_000
+
+
+def test_a_text_that_is_too_long_by_far_is_refused_before_it_is_encoded(client: Client, llm: LLM) -> None:
+    text = "a" * (4 * llm.model.tokenizer.longest_token * llm.model.max_model_len + 1)
+    with pytest.raises(InvalidRequest, match=f"the text has {len(text)} characters, more than 512 tokens can stand for"):
+        client.generate(text)
+    assert client.generate(PROMPT, greedy_params(4)).finish_reason == "length"
+
+
+def test_streams_go_on_while_a_long_text_is_encoded(
+    llm: LLM, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding, finish = threading.Event(), threading.Event()
+
+    def slowly(text: str, *_: object, **__: object) -> list[int]:
+        encoding.set()
+        assert finish.wait(20)
+        return list(PROMPT)
+
+    monkeypatch.setattr(llm.model.tokenizer, "encode", slowly)
+    long = [client.stream(LONG_TEXT, greedy_params(6)) for _ in range(2)]
+    assert encoding.wait(10)
+    assert client.generate(PROMPT, greedy_params(6)).finish_reason == "length"
+    client.abort(long[1].request_id)
+    assert client.health()["state"] == "ready"
+    finish.set()
+    assert [list(stream)[-1].finish_reason for stream in long] == ["length", "abort"]
+    assert wait_until(lambda: all_free(llm))
+
+
+def test_a_handle_that_leaves_while_its_text_is_encoded_leaves_nothing(
+    llm: LLM, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding, finish = threading.Event(), threading.Event()
+
+    def slowly(text: str, *_: object, **__: object) -> list[int]:
+        encoding.set()
+        assert finish.wait(20)
+        return list(PROMPT)
+
+    monkeypatch.setattr(llm.model.tokenizer, "encode", slowly)
+    leaving = place.client()
+    stream = leaving.stream(LONG_TEXT, greedy_params(400))
+    assert encoding.wait(10)
+    leaving.close()
+    finish.set()
+    with pytest.raises(ServiceUnavailable, match="closed"):
+        list(stream)
+    assert wait_until(lambda: place.port._encoding == 0 and all_free(llm))
