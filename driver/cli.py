@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from driver import generate, launch, options, serve, simulate, top
+from driver import generate, launch, options, serve, simulate, stop, top
 from driver.engine import EngineDead
 from driver.errors import is_input_fault
 from driver.executor import WorkerFailed
@@ -88,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_options(command)
     options.add_engine_options(command, executor_help="ray, which auto is too, or inline: without Ray")
+    _add_log_level(command)
+    command = add(
+        "stop",
+        stop.run,
+        "end a service that was left running",
+        "Drain and end a service on a Ray cluster, as one started with serve --detach.",
+    )
+    stop.add_options(command)
     _add_log_level(command)
     command = add(
         "top",

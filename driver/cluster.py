@@ -103,8 +103,7 @@ def _connect(address: str) -> _Connection:
 
 def join_running() -> bool:
     """Joins a cluster that runs on this machine; False when there is none."""
-    # Another program's private Ray is none to join: it ends with that program.
-    address = next((address for address in running_clusters() if not _listens_on_loopback(address)), None)
+    address = joinable()
     try:
         if address is None:
             return False
@@ -113,6 +112,11 @@ def join_running() -> bool:
         return False
     logger.info("joined the running Ray cluster: %s", describe_nodes())
     return True
+
+
+def joinable() -> str | None:
+    """The address of a cluster that runs on this machine and is nobody's own: a private one ends with its program."""
+    return next((address for address in running_clusters() if not _listens_on_loopback(address)), None)
 
 
 def _start_private() -> _Connection:

@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from driver.config import ConfigError
 from driver.engine import Update
 from driver.intake import BYTES, paired
 from driver.link import MAX_OUTSTANDING, Call, Link
@@ -66,6 +67,11 @@ class Client:
         address: the cluster's, or `auto` for the one this process or machine belongs to. reconnect_seconds: how long
         calls wait for a driver that is restarting. Raises ServiceUnavailable when there is no such service.
         """
+        for what, value in (("name", name), ("address", address)):
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{what} must be a non-empty string, got {value!r}")
+        if address == "local":
+            raise ConfigError("address 'local' would start a Ray of its own, where no service is; use 'auto'")
         from driver.service_actor import Locator  # importing ray takes most of a second
 
         return cls(Locator(name, address), reconnect_seconds)

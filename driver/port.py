@@ -32,6 +32,7 @@ from scheduler.request import Request
 logger = logging.getLogger("quadriga.port")
 
 _FRAMES_AHEAD = 256  # frames that a handle may leave unread before its updates are joined
+_FINAL = (InvalidRequest, wire.RequestFailed, wire.ShutDown)  # errors that asking again would not help
 _LONG_ASK = 16_384  # bytes; a longer one is prepared aside
 _MOST_ENCODING = 64  # asks that wait for that
 _LONGEST_REASON = 4000  # characters: an error may quote what was asked
@@ -289,7 +290,7 @@ class Port:
             return
         for number, pending in session.pending.items():
             error = pending.last.error
-            if error is not None and (isinstance(error, InvalidRequest | wire.RequestFailed) or not self._restarts):
+            if error is not None and (isinstance(error, _FINAL) or not self._restarts):
                 self._send(peer, "refused", number, wire.refusal_kind(error), str(error))
             if pending.last.finish_reason is not None:
                 session.requests.pop(number, None)

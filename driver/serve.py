@@ -72,7 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_limits(parser)
     group.add_argument("--replace", action="store_true", help="drain and end a running service of this name first")
     group.add_argument(
-        "--detach", action="store_true", help="leave the service running on the Ray cluster and return when it is ready"
+        "--detach",
+        action="store_true",
+        help="leave the service running on the Ray cluster, for handles and without HTTP; return when it is ready",
     )
 
 
@@ -104,6 +106,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--max-queued-requests and --drain-seconds must not be negative")
     if not args.name:
         raise ConfigError("--name must not be empty")
+    if args.detach and args.api_key:
+        raise ConfigError("--api-key guards HTTP, which a service left by --detach does not answer")
     if not 0 < args.max_body_mib < float("inf"):
         raise ConfigError(f"--max-body-mib must be more than 0, got {args.max_body_mib:g}")
     limits = HttpLimits(int(args.max_body_mib * 2**20), args.max_prompts, args.max_choices, args.max_prompt_tokens)
@@ -122,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
         if stop.is_set():
             return 0
         if args.detach:
-            _say(f"service {args.name!r} is ready")
+            _say(f"service {args.name!r} is ready; `quadriga stop --name {args.name}` ends it")
             return 0
         while not client.connected and not stop.wait(0.02):  # whoever is told that it is ready must not get a 503
             pass

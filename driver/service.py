@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 from driver.engine import EngineDead, Sink, Update
 from driver.llm import LLM
 from driver.startup import FAILED, READY
-from driver.wire import Ask, Overloaded, ServiceUnavailable
+from driver.wire import Ask, Overloaded, ServiceUnavailable, ShutDown
 from scheduler.request import Request
 
 logger = logging.getLogger("quadriga.service")
@@ -33,6 +34,7 @@ class Service:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._live: set[str] = set()
+        self._cut: set[str] = set()  # aborted because the service ends
         self._draining = self._hurried = False
         self._began, self._started_at = time.monotonic(), time.time()
 
@@ -110,6 +112,7 @@ class Service:
             self._draining = True  # no request slips in behind the last look
             self._idle.wait_for(lambda: self._hurried or not self._live, timeout=seconds)
             left = list(self._live)
+            self._cut.update(left)
             for request_id in left:
                 self.llm.abort(request_id)
             # Their last updates are on the way to the sinks.
@@ -134,6 +137,9 @@ class Service:
         def watched(update: Update) -> None:
             if update.finish_reason is not None:
                 self._forget(request.id)
+            if update.finish_reason == "abort" and request.id in self._cut:
+                error = ShutDown("the service has shut down before this request was finished")
+                update = dataclasses.replace(update, finish_reason="error", error=error)
             sink(update)
 
         text = self.llm.text_stream(request)

@@ -47,6 +47,10 @@ class ServiceUnavailable(RuntimeError):
     """The service cannot be reached, is shutting down, or has failed; the message says which."""
 
 
+class ShutDown(ServiceUnavailable):
+    """The service ended before the request did."""
+
+
 class RequestFailed(RuntimeError):
     """The service accepted a request and could not finish it."""
 

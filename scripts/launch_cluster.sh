@@ -43,6 +43,11 @@ done
 for number in "${tp:-1}" "$nodes"; do
     [[ "$number" =~ ^[1-9][0-9]*$ ]] || fail "--tp and --nodes must be positive numbers, got $number" 2
 done
+for number in "$port" "$dashboard_port"; do
+    [[ "$number" =~ ^[0-9]{1,5}$ ]] && [ "$number" -le 65535 ] || fail "ports go from 0 to 65535, got $number" 2
+done
+[[ "$wait_seconds" =~ ^[0-9]+([.][0-9]+)?$ ]] || fail "--wait-seconds must be a number, got $wait_seconds" 2
+[[ "$device" =~ ^(auto|cpu|cuda)$ ]] || fail "--device must be auto, cpu or cuda, got $device" 2
 if [ -n "$join" ]; then
     [ "$mode" = auto ] || fail "--head and --join exclude each other" 2
     mode=join
@@ -53,6 +58,8 @@ fi
 
 # run COMMAND.. / start NAME COMMAND..: prints it instead in a dry run.
 run() { if [ -n "$dry" ]; then printf '%q ' "$@" && echo; else "$@"; fi; }
+# set_variable NAME VALUE: for this script and all that it starts.
+set_variable() { export "$1=$2" && if [ -n "$dry" ]; then printf 'export %s=%q\n' "$1" "$2"; fi; }
 start() { if [ -n "$dry" ]; then run "${@:2}"; else background "$@"; fi; }
 
 set_up() {
@@ -66,7 +73,8 @@ set_up() {
         python="$venv/bin/python"
     fi
     ray="$(dirname "$python")/ray"
-    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PATH="$(dirname "$python"):$PATH"
+    set_variable PYTHONPATH "$root${PYTHONPATH:+:$PYTHONPATH}"
+    export PATH="$(dirname "$python"):$PATH"
     [ -n "$dry" ] && return
     for name in serve ray; do
         running "$name" >/dev/null && fail "$name was launched already; scripts/stop_cluster.sh first" 2
@@ -77,7 +85,7 @@ set_up() {
 
 # Ray's jobs interface refuses whoever has no token; every machine of a cluster needs the same.
 set_up_token() {
-    export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+    set_variable RAY_AUTH_MODE "${RAY_AUTH_MODE:-token}"
     [ "$RAY_AUTH_MODE" = token ] || return 0
     if [ -n "${RAY_AUTH_TOKEN:-}" ] || [ -f "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; then
         return
@@ -85,7 +93,7 @@ set_up_token() {
     if [ "$mode" = join ]; then
         [ -n "$dry" ] || fail "no token: copy ~/.ray/auth_token from the head to this machine, or set RAY_AUTH_TOKEN" 2
     else
-        run "$ray" get-auth-token --generate >/dev/null
+        if [ -n "$dry" ]; then run "$ray" get-auth-token --generate; else "$ray" get-auth-token --generate >/dev/null; fi
     fi
 }
 
@@ -108,12 +116,12 @@ start_head() {
     if [ -z "$ip" ] && [ "$nodes" = 1 ]; then
         ip=127.0.0.1
         # Without this, Ray on Linux replaces the loopback address by one that others can reach.
-        export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+        set_variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER 0
     fi
     say "starting Ray's head on ${ip:-this machine}"
     start_ray --head --dashboard-port "$dashboard_port" ${ip:+--node-ip-address "$ip"}
     [ -n "$dry" ] || RAY_ADDRESS="$(cat "$(cat "$state/folder")/ray_current_cluster")"
-    export RAY_ADDRESS="${RAY_ADDRESS:-${ip:-THIS-MACHINE}:6379}"
+    set_variable RAY_ADDRESS "${RAY_ADDRESS:-${ip:-THIS-MACHINE}:6379}"
     [ "$nodes" = 1 ] || say "on each of the other machines ($((nodes - 1))): scripts/launch_cluster.sh --join $RAY_ADDRESS"
 }
 
@@ -144,14 +152,26 @@ undo() { QUADRIGA_STATE="$state" QUADRIGA_PYTHON="$python" bash "$root/scripts/s
 set_up
 set_up_token
 [ -n "$dry" ] || trap '[ $? = 0 ] || undo' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# ask FUNCTION ARGUMENTS..: what a function of ours says of Ray; nothing where there is no Python yet.
+ask() {
+    local code='import importlib, sys; m, f = sys.argv[1].split(":"); '
+    code+='print(getattr(importlib.import_module(m), f)(*sys.argv[2:]) or "")'
+    [ ! -x "$python" ] || timeout 60 "$python" -c "$code" "$@"
+}
 
 if [ "$mode" = join ]; then
+    [ -n "$dry" ] || trouble="$(ask driver.launch:unreachable "$join")"
+    [ -z "${trouble:-}" ] || fail "$trouble" 2
     start_ray --address "$join" ${node_ip:+--node-ip-address "$node_ip"}
     say "this machine ${dry:+would have }joined the Ray cluster at $join; scripts/stop_cluster.sh takes it out again"
     exit
 fi
-if [ "$mode" = auto ] && [ -z "${RAY_ADDRESS:-}" ] && ! timeout 30 "$ray" status >/dev/null 2>&1; then
-    mode=head
+if [ "$mode" = auto ] && [ -z "${RAY_ADDRESS:-}" ]; then
+    found="$(ask driver.cluster:joinable)"
+    if [ -n "$found" ]; then set_variable RAY_ADDRESS "$found"; else mode=head; fi
 fi
 if [ "$mode" = head ]; then
     unset RAY_ADDRESS

@@ -383,14 +383,14 @@ LONG_TEXT = "sea " * 20_000
 
 def test_a_text_that_is_too_long_by_far_is_refused_before_it_is_encoded(client: Client, llm: LLM) -> None:
     text = "a" * (4 * llm.model.tokenizer.longest_token * llm.model.max_model_len + 1)
-    with pytest.raises(InvalidRequest, match=f"the text has {len(text)} characters, more than 512 tokens can stand for"):
+    with pytest.raises(
+        InvalidRequest, match=f"the text has {len(text)} characters, more than 512 tokens can stand for"
+    ):
         client.generate(text)
     assert client.generate(PROMPT, greedy_params(4)).finish_reason == "length"
 
 
-def test_streams_go_on_while_a_long_text_is_encoded(
-    llm: LLM, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_go_on_while_a_long_text_is_encoded(llm: LLM, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     encoding, finish = threading.Event(), threading.Event()
 
     def slowly(text: str, *_: object, **__: object) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 from driver.engine import EngineDead
 from driver.llm import LLM
 from driver.service import DRAINING, FAILED, READY, Service
-from driver.wire import Ask, Overloaded, ServiceUnavailable
+from driver.wire import Ask, Overloaded, ServiceUnavailable, ShutDown
 from scheduler.params import InvalidRequest, SamplingParams
 from tests.driver.serving import (
     PROMPT,
@@ -203,7 +203,9 @@ def test_draining_aborts_what_takes_too_long(llm: LLM, hurried: bool) -> None:
         began = time.monotonic()
         assert service.drain(60 if hurried else 0.2) == 3
         assert time.monotonic() - began < 5
-    assert [sink.wait().end[0] for sink in running] == ["abort"] * 3
+    assert [sink.wait().end[0] for sink in running] == ["error"] * 3
+    for sink in running:
+        assert isinstance(sink.updates[-1].error, ShutDown), "cut off, and not told"
     assert wait_until(lambda: all_free(llm))
 
 

@@ -17,10 +17,9 @@ import ray
 
 from driver.cluster import Cluster
 from driver.handle import Client
-from driver.service_actor import end_service
 from scheduler.params import SamplingParams
 from tests.end_to_end.conftest import TinyModels
-from tests.end_to_end.serving import Serve, driver_actor, left_in_ray, processes_of_ray, status_of, until
+from tests.end_to_end.serving import Serve, left_in_ray, processes_of_ray, status_of, until
 from tests.models import make_byte_tokenizer
 
 PROMPT = [1, 2, 3]
@@ -145,7 +144,7 @@ def test_a_name_is_taken_until_it_is_replaced(start: Start, client: Callable[[st
     for worker in workers:
         os.kill(worker, signal.SIGCONT)
     assert successor.wait(60) == 0
-    assert "service 'one' is ready" in successor.text
+    assert "service 'one' is ready; `quadriga stop --name one` ends it" in successor.text
     assert status_of("one")["pid"] != pid
     assert first.wait(30) == 1, first.text
     assert "the service has failed" in first.lines[-1]
@@ -153,8 +152,12 @@ def test_a_name_is_taken_until_it_is_replaced(start: Start, client: Callable[[st
     # The handle finds the successor; neither its predecessor's owner nor its own command takes that along.
     assert handle.generate(PROMPT, PARAMS[1]).output_token_ids == whole.output_token_ids
     assert handle.reconnections == 1
-    assert end_service(driver_actor("one"), 0.0) == 0
+    address = ray.get_runtime_context().gcs_address
+    stop = [sys.executable, "-m", "quadriga", "stop", "--name", "one", "--ray-address", address]
+    done = subprocess.run(stop, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "quadriga: 'one' has ended; 0 requests were aborted")
     assert until(lambda: not left_in_ray("one"), 20), left_in_ray("one")
+    assert subprocess.run(stop, capture_output=True, timeout=60).returncode == 1
 
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_the_cause(start: Start, folder: Path, tmp_path: Path) -> None:
