@@ -26,7 +26,7 @@ class Intake:
         self.model = model
         self.kv_tokens = kv_tokens
         self._guide_fault = functools.lru_cache(maxsize=128)(self._try_guide)
-        self._guides = GuideMaker(model.folder, model.arch.vocab_size, model.end_token_ids)
+        self._guides = GuideMaker(lambda: model.folder, model.arch.vocab_size, model.end_token_ids)
 
     def tokenizer(self, what: str) -> Tokenizer:
         if self.model.tokenizer is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -25,9 +25,12 @@ class GuideError(ValueError):
 
 
 class GuideMaker:
-    """Makes matchers for one model; may be used from several threads. end_ids: of which one ends the output."""
+    """Makes matchers for one model; may be used from several threads.
 
-    def __init__(self, folder: Path, vocab_size: int, end_ids: Iterable[int]) -> None:
+    folder: finds the model's, when the first guide comes. end_ids: of which one ends the output.
+    """
+
+    def __init__(self, folder: Callable[[], Path], vocab_size: int, end_ids: Iterable[int]) -> None:
         self._folder, self._vocab_size, self._end_ids = folder, vocab_size, sorted(end_ids)
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
@@ -53,7 +56,7 @@ class GuideMaker:
                 if not self._end_ids:
                     raise GuideError("the model names no end token, so that no output could end")
                 try:
-                    self._tokenizer = LLTokenizer(_tokenizer_json(self._folder), self._vocab_size, self._end_ids)
+                    self._tokenizer = LLTokenizer(_tokenizer_json(self._folder()), self._vocab_size, self._end_ids)
                 except Exception as error:
                     raise GuideError(f"the model's tokenizer cannot be used for guides: {error}") from error
             return self._tokenizer

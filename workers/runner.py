@@ -89,7 +89,7 @@ class ModelRunner:
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
         self.sampler = Sampler(arch.vocab_size, group, device, self.kernels)
-        guides = GuideMaker(resolve_model(spec.model), arch.vocab_size, spec.end_token_ids)
+        guides = GuideMaker(lambda: resolve_model(spec.model), arch.vocab_size, spec.end_token_ids)
         self.adjustments = Adjustments(self.sampler.own_range, arch.vocab_size, device, guides)
         self.scorer = Scorer(self.sampler.own_range, arch.vocab_size, group, device)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // block_size), block_size)

@@ -22,7 +22,7 @@ from driver.hosts import InlineHost
 from driver.http_server import HttpServer, make_app
 from driver.tokenizer import Tokenizer
 from driver.wire import ServiceUnavailable
-from tests.driver.serving import NUM_BLOCKS, Brake, all_free, wait_until
+from tests.driver.serving import NUM_BLOCKS, Brake, all_free, fail_for_good, wait_until
 
 LONG = {"prompt": "ab", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
 
@@ -101,7 +101,7 @@ def test_an_engine_that_fails_ends_streams_with_an_error(front: Front) -> None:
     with Brake(front.host._llm, 4) as brake, front.stream() as rest, ThreadPoolExecutor() as pool:
         whole = pool.submit(front.post, LONG)
         assert wait_until(lambda: front.live == 2)
-        front.host._llm._engine.executor._news.put(RuntimeError("the device melted"))
+        fail_for_good(front.host._llm)
         brake.allow(float("inf"))
         events = rest()
         assert events[0]["choices"][0]["finish_reason"] is None
@@ -119,7 +119,7 @@ def test_who_is_cut_off_by_the_end_of_the_service_is_told(front: Front) -> None:
         assert wait_until(lambda: front.host._llm._engine._commands.qsize() >= 2), "its patience has no end"
         brake.allow(1)
         events = rest()
-        assert "shutting down" in events[-1]["error"]["message"]
+        assert "shut down before this request was finished" in events[-1]["error"]["message"]
         assert error_of(whole.result()) == (503, "not_ready")
         assert end.result() == 2
     refused = front.post(LONG)

@@ -16,6 +16,7 @@ import ray
 
 from driver.config import EngineConfig
 from driver.executor import Executor
+from driver.ranks import Ranks
 from driver.setup import make_executor, read_model, worker_specs
 from quadriga import LLM, SamplingParams
 from scheduler.limits import Limits
@@ -30,7 +31,7 @@ def _place(actor: Any) -> dict[str, Any]:
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids()["GPU"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"node": context.get_node_id(), "ip": actor.node_ip(), "gpus": gpus, "visible": visible}
+    return {"node": context.get_node_id(), "ip": actor.place().node_ip, "gpus": gpus, "visible": visible}
 
 
 def generate(folder: str, max_tokens: str, *prompt: str) -> dict[str, Any]:
@@ -38,13 +39,13 @@ def generate(folder: str, max_tokens: str, *prompt: str) -> dict[str, Any]:
     with LLM(folder, tensor_parallel_size=2, device="cpu", dtype="float32", num_kv_blocks=64) as llm:
         tokens = llm.generate([int(word) for word in prompt], params).output_token_ids
         driver_node = ray.get_runtime_context().get_node_id()
-        return {"tokens": tokens, "driver": driver_node, "places": places(llm._engine.executor._actors)}
+        return {"tokens": tokens, "driver": driver_node, "places": places(llm._engine.executor.ranks.actors)}
 
 
 def gpus(folder: str) -> dict[str, Any]:
     first, second = _placed(folder), _placed(folder)
     try:
-        return {"places": places([*first._actors, *second._actors])}
+        return {"places": places([*first.ranks.actors, *second.ranks.actors])}
     finally:
         first.close()
         second.close()
@@ -55,8 +56,7 @@ def _placed(folder: str) -> Executor:
     config = EngineConfig(model=folder, tensor_parallel_size=2, device="cuda")
     executor = make_executor(config)
     specs = worker_specs(config, read_model(config), Limits(64, 4), executor)
-    executor._group = executor._place(specs)
-    executor._actors = [executor._make_actor(spec) for spec in specs]
+    executor.ranks = Ranks(executor._cluster, "cuda", specs, 60.0, "")
     return executor
 
 

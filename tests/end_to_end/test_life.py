@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,6 @@ import psutil
 import pytest
 
 from driver.cluster import Cluster
-from driver.engine import EngineDead
-from driver.executor import WorkerFailed
 from scheduler.params import SamplingParams
 from tests.end_to_end.conftest import TinyModels
 from tests.end_to_end.running import Ranks
@@ -36,29 +35,25 @@ def worker_pids() -> list[int]:
     return processes_of_ray("WorkerActor")
 
 
-def test_a_killed_worker_is_named_and_close_works_twice(ranks: Ranks) -> None:
+def test_a_killed_worker_is_named_and_close_works_twice(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with ranks.llm(budget=64) as llm:
         stream = llm.stream([1, 2, 3], LONG)
         next(stream)
         os.kill(worker_pids()[-1], signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(WorkerFailed, match=r"rank \d failed: its process died"):
-            list(stream)
-        assert time.monotonic() - began < 15
-        with pytest.raises(EngineDead, match=r"rank \d failed"):
-            llm.generate([1, 2, 3], LONG)
+        assert list(stream)[-1].finish_reason == "length"
+        assert re.search(r"epoch 0 has ended: rank \d failed: its process died", caplog.text)
     ranks.close()
     ranks.close()
 
 
-def test_a_worker_that_raises_is_named_with_its_cause(ranks: Ranks) -> None:
+def test_a_worker_that_raises_is_named_with_its_cause(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with ranks.llm(budget=64) as llm:
         stream = llm.stream([1, 2, 3], LONG)
         next(stream)
         channel = ranks.executor._channel
         llm._engine._command(lambda: channel._socket.send_multipart([channel._peers[1], b"plan", b"junk"]))
-        with pytest.raises(WorkerFailed, match=r"rank 1 failed: .*frame"):
-            list(stream)
+        assert list(stream)[-1].finish_reason == "length"
+        assert re.search(r"epoch 0 has ended: rank 1 failed: .*frame", caplog.text)
 
 
 def test_ending_leaves_no_worker_in_a_joined_cluster(ranks: Ranks) -> None:

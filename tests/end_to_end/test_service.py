@@ -82,7 +82,7 @@ def kill_under_streams(client: Client, victim: str) -> None:
         assert [token for piece in got for token in piece.token_ids] == whole.output_token_ids
         assert "".join(piece.text for piece in got) == whole.text
         assert got[-1].finish_reason == "length"
-    assert client.reconnections == before + 1
+    assert client.reconnections == before + (victim == "DriverActor")
 
 
 def test_a_killed_driver_is_not_noticed_and_a_killed_serve_leaves_nothing(
@@ -109,7 +109,7 @@ def test_a_killed_worker_is_not_noticed_and_sigterm_leaves_nothing(
     pid = status_of("three")["pid"]
     handle = client("three")
     kill_under_streams(handle, "WorkerActor")
-    assert status_of("three")["pid"] != pid
+    assert status_of("three")["pid"] == pid, "a lost rank costs no driver"
     found = handle.generate(PROMPT, SamplingParams(temperature=0, max_tokens=64))
     assert found.output_token_ids == tiny.greedy("llama", PROMPT, 64)
 

@@ -164,6 +164,14 @@ class SimulatedEngine:
             self.scheduler.update(StepResult(plan.epoch, plan.step, tokens, 0.0), 0)
             self.scheduler.check()
 
+    def lose(self) -> None:
+        """The workers are lost: steps in flight never end, and others begin with empty caches."""
+        self.frames.clear()
+        self.touched.clear()
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        self.rank = SimulatedRank(scheduler.limits, pool.num_blocks, pool.block_size, pool.num_blocks)
+        self.scheduler.next_epoch()
+
     def run(self, max_steps: int = 10_000) -> None:
         """Runs until nothing is left to do."""
         for _ in range(max_steps):

@@ -157,6 +157,13 @@ class Histories(RuleBasedStateMachine):
     def result(self, slower: float) -> None:
         self.engine.result(slower)
 
+    @rule()
+    def lose(self) -> None:
+        self.engine.lose()
+        self.patience.waits = None
+        assert not self.engine.scheduler.running
+        assert self.engine.scheduler.pool.num_free == self.engine.scheduler.pool.num_blocks
+
     @invariant()
     def sound(self) -> None:
         if hasattr(self, "engine"):

@@ -72,9 +72,18 @@ def test_of_equals_the_lowest_wins_with_and_without_noise() -> None:
 def test_infinite_logits() -> None:
     logits = torch.randn(4, 200)
     logits[:, ::3] = -math.inf
-    logits[2, 50] = math.inf
     logits[3] = -math.inf
     assert_same(logits, noisy_rows([0, 2], 1.0))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("noisy", [None, noisy_rows([0, 1, 2], 1.0)])
+def test_what_is_no_number_is_never_passed_over(value: float, noisy: Noisy | None) -> None:
+    logits = torch.randn(3, 200)
+    logits[1, 50] = value
+    for picker in (TorchPicking(torch.arange(200)), CompiledPicking(KERNELS, torch.arange(200))):
+        values, _ = picker.pick(logits.clone(), noisy)
+        assert values.isfinite().tolist() == [True, False, True]
 
 
 def test_more_candidates_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
