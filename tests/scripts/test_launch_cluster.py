@@ -26,6 +26,7 @@ class Scripts:
 
     def __init__(self, state: Path) -> None:
         self.state = state
+        self.exported: dict[str, str] = {}
         self.environment = ray_environment(QUADRIGA_PYTHON=sys.executable, QUADRIGA_STATE=str(state))
         del self.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # the script's own business
 
@@ -36,11 +37,13 @@ class Scripts:
         )
 
     def plan(self, *words: str, **environment: str) -> list[list[str]]:
-        """The commands of a dry run, each without its program's folder."""
+        """The commands of a dry run, each without its program's folder; what it exports is in `exported`."""
         done = self.run(LAUNCH, "--dry-run", *words, **environment)
         assert done.returncode == 0, done.stderr
         assert not self.state.exists()
-        commands = [shlex.split(line) for line in done.stdout.splitlines()]
+        lines = [shlex.split(line) for line in done.stdout.splitlines()]
+        self.exported = dict(words[1].split("=", 1) for words in lines if words[0] == "export")
+        commands = [words for words in lines if words[0] != "export"]
         return [[Path(program).name, *rest] for program, *rest in commands]
 
     def pids(self) -> list[int]:
@@ -65,6 +68,9 @@ def test_a_head_for_this_machine_alone_listens_on_the_loopback_address(scripts: 
     assert has(serve, "quadriga", "serve", "--model", "smollm2", "--tp", "3")
     assert has(serve, "--port", "8000")
     assert serve[-2:] == ["--max-num-seqs", "8"]
+    assert scripts.exported["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert scripts.exported["RAY_ADDRESS"] == "127.0.0.1:6379"
+    assert scripts.exported["RAY_AUTH_MODE"] == "token"
 
 
 def test_a_head_for_more_machines_listens_for_them(scripts: Scripts) -> None:
@@ -85,6 +91,7 @@ def test_a_named_cluster_is_used_as_it_is(scripts: Scripts) -> None:
     wait, serve = scripts.plan("--tp", "2", "--model", "m", RAY_ADDRESS="10.0.0.1:6379")
     assert "wait-for-devices" in wait
     assert "serve" in serve
+    assert "RAY_ADDRESS" not in scripts.exported
 
 
 @pytest.mark.parametrize(
