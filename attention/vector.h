@@ -193,9 +193,6 @@ static inline floats step(floats sum, float a, const B* b) {
 static inline floats step(floats sum, uint32_t a, const uint32_t* b) {
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
 }
-static inline floats step_pairs(floats sum, const uint32_t* a, const uint32_t* b) {
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
-}
 #endif
 
 // c [R, COLUMNS] (+)= a [R, depth] times b [depth, COLUMNS]. The sums run over depth in order, whatever R is, so that

@@ -12,13 +12,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
 from driver.figures import Figures
-from driver.recovery import RequestPoisonous, Suspects
+from driver.recovery import Recoveries, RequestPoisonous, Suspects
 from driver.text import TextStream
 from driver.trace import StepTrace
 from driver.watchdog import Watchdog
@@ -31,9 +30,6 @@ from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quadriga.engine")
-
-
-EPOCHS_IN_VAIN = 5  # in a row that may end before a step of theirs is done
 
 
 class EngineDead(RuntimeError):
@@ -104,31 +100,6 @@ class LateSteps:
             MIN_PREFILL_TOKENS,
         )
         self.reported, self.next_report = late, now + 60
-
-
-@dataclass(slots=True)
-class Recoveries:
-    """restarts: epochs that ended and were followed by another. restart_seconds: that took, summed.
-
-    in_vain: epochs in a row that ended before a step of theirs was done.
-    """
-
-    restarts: int = 0
-    restart_seconds: float = 0.0
-    in_vain: int = 0
-    recovering: bool = False
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        began = time.perf_counter()
-        self.in_vain += 1
-        self.recovering = True
-        try:
-            yield
-        finally:
-            self.recovering = False
-            self.restarts += 1
-            self.restart_seconds += time.perf_counter() - began
 
 
 @dataclass(slots=True)
@@ -346,9 +317,8 @@ class Engine:
     def _recover(self, failure: WorkerFailed) -> None:
         """Starts the next epoch, in which all requests go on with their next token. Raises WorkerFailed for good."""
         scheduler, recoveries = self.scheduler, self.recoveries
-        if self._closing or recoveries.in_vain >= EPOCHS_IN_VAIN:
+        if self._closing or recoveries.hopeless:
             raise failure
-        began = time.perf_counter()
         logger.error("epoch %d has ended: %s", scheduler.epoch, failure)
         with recoveries.counted():
             for request in self._suspects.epoch_ended():
@@ -362,7 +332,7 @@ class Engine:
         if self._trace:
             self._trace.epoch_ended()
         logger.warning(
-            "epoch %d begins after %.1f s; %d requests go on", scheduler.epoch, self._last_done - began, len(self._live)
+            "epoch %d begins after %.1f s; %d requests go on", scheduler.epoch, recoveries.last_seconds, len(self._live)
         )
 
     def _fail(self, request: Request, error: Exception) -> None:

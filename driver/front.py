@@ -14,7 +14,7 @@ from driver.api_errors import ApiError
 from driver.config import ConfigError
 from driver.handle import Client
 from driver.results import Increment
-from driver.tokenizer import SHRINKING, Tokenizer
+from driver.tokenizer import Tokenizer
 from driver.wire import ServiceUnavailable
 from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest, SamplingParams
@@ -154,12 +154,10 @@ class Front:
         return ids
 
     def _check_characters(self, model: ServedModel, tokenizer: Tokenizer, characters: int) -> None:
-        """Refuses what is too long by far, before the work of encoding it. Normalising may shorten text somewhat."""
-        most = SHRINKING * tokenizer.longest_token * self.most_prompt_tokens(model)
-        if characters > most:
-            raise InvalidRequest(
-                f"the prompt has {characters} characters, which cannot be {self.most_prompt_tokens(model)} tokens"
-            )
+        """Refuses what is too long by far, before the work of encoding it."""
+        most = self.most_prompt_tokens(model)
+        if characters > tokenizer.most_characters(most):
+            raise InvalidRequest(f"the prompt has {characters} characters, which cannot be {most} tokens")
 
     # ---- to the engine
 

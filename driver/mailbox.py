@@ -4,37 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass, field, replace
 
 from driver.engine import Update
-from scheduler.logprobs import TokenLogprobs
-
-
-@dataclass(slots=True)
-class _Pile:
-    """Updates of one request that are to be one."""
-
-    last: Update
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-    def add(self, update: Update) -> None:
-        self.last = update
-        self.texts.append(update.text)
-        self.token_ids += update.token_ids
-        self.logprobs += update.logprobs or ()
-        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
-
-    def joined(self) -> Update:
-        return replace(
-            self.last,
-            text="".join(self.texts),
-            token_ids=self.token_ids,
-            logprobs=self.logprobs or None,
-            prompt_logprobs=self.prompt_logprobs,
-        )
+from driver.pile import Pile
 
 
 class Mailbox:
@@ -46,14 +18,14 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._news: dict[int, _Pile] = {}
+        self._news: dict[int, Pile] = {}
         self._arrived = asyncio.Event()
 
     def put(self, at: int, update: Update) -> None:
         """For any thread. at: which request."""
         with self._lock:
             wake = not self._news
-            self._news.setdefault(at, _Pile(update)).add(update)
+            self._news.setdefault(at, Pile(update)).add(update)
         if wake:
             try:
                 self._loop.call_soon_threadsafe(self._arrived.set)

@@ -21,11 +21,11 @@ import zmq
 
 from driver import wire
 from driver.engine import Update
+from driver.pile import Pile
 from driver.service import Service
 from driver.startup import FAILED
 from parallel.channel import ChannelAddress, bind
 from parallel.wake import WakePipe
-from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest
 from scheduler.request import Request
 
@@ -39,26 +39,6 @@ _LONGEST_REASON = 4000  # characters: an error may quote what was asked
 
 
 @dataclass(slots=True)
-class _Pending:
-    """Updates of one request that are not sent yet, joined to one."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    last: Update | None = None
-
-    def add(self, update: Update) -> None:
-        self.text += update.text
-        self.token_ids += update.token_ids
-        if update.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += update.logprobs
-        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
-        self.last = update
-
-
-@dataclass(slots=True)
 class _Session:
     """One handle. requests: the service's id of each of its requests, by its own number. unsent: frames that wait."""
 
@@ -67,7 +47,7 @@ class _Session:
     requests: dict[int, str] = field(default_factory=dict)
     preparing: set[int] = field(default_factory=set)
     unwanted: dict[int, str] = field(default_factory=dict)  # aborted before they were prepared
-    pending: dict[int, _Pending] = field(default_factory=dict)
+    pending: dict[int, Pile] = field(default_factory=dict)
     unsent: list[bytes] = field(default_factory=list)
 
 
@@ -273,7 +253,7 @@ class Port:
             elif isinstance(news, Request):
                 session.unwanted[number] = news.id
             elif is_current and isinstance(news, Update):
-                session.pending.setdefault(number, _Pending()).add(news)
+                session.pending.setdefault(number, Pile(news)).add(news)
             elif is_current:
                 self._refuse(peer, session, number, news)
 
@@ -332,9 +312,9 @@ class Port:
                 self.service.abort(request_id)
 
 
-def _packed(number: int, pending: _Pending) -> list[Any]:
-    last = pending.last
+def _packed(number: int, pile: Pile) -> list[Any]:
+    update = pile.joined()
     return wire.pack_update(
-        *(number, pending.text, pending.token_ids, last.finish_reason, last.stop_reason, last.cached_tokens),
-        *(pending.logprobs, pending.prompt_logprobs),
+        *(number, update.text, update.token_ids, update.finish_reason, update.stop_reason, update.cached_tokens),
+        *(update.logprobs, update.prompt_logprobs),
     )

@@ -94,18 +94,19 @@ class RayExecutor:
 
     def _bring_up(self, on_share: OnShare) -> list[WorkerReady]:
         """Starts an epoch. Ranks that die meanwhile are made anew, a few times."""
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts_left = ATTEMPTS
+        while True:
             try:
                 ready = self.ranks.bring_up(on_share)
                 self._connect()
                 return ready
             except RankDied as died:
-                if attempt == ATTEMPTS:
+                attempts_left -= 1
+                if not attempts_left:
                     raise
                 logger.warning("%s; once more", died)
                 self._end_epoch()
                 self.ranks.replace_lost()
-        raise AssertionError("unreachable")
 
     def _connect(self) -> None:
         """Opens the step channel and waits until every rank has shown itself."""

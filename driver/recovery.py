@@ -1,12 +1,15 @@
 """What becomes of requests when an epoch ends: all go on, except one that ends every epoch it runs in.
 
 A request is suspected when two epochs in a row have ended during its steps without a token of it in between. Suspects
-are tried one at a time, beside requests that are not suspected: who gets a token is acquitted, and a request that was
-on trial when the next epoch ended is the cause.
+are tried one at a time, and nobody else is started meanwhile: who gets a token is acquitted, and goes on beside the
+next one; who is on trial when the next epoch ends is the cause.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from driver.wire import RequestFailed
@@ -14,10 +17,41 @@ from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 
 EPOCHS_TO_SUSPECT = 2
+EPOCHS_IN_VAIN = 5  # in a row that may end before a step of theirs is done
 
 
 class RequestPoisonous(RequestFailed):
     """The workers fail whenever this request runs; the others go on without it."""
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """restarts: epochs that ended and were followed by another. restart_seconds: that took, summed; last_seconds: of
+    the last one. in_vain: epochs in a row that ended before a step of theirs was done.
+    """
+
+    restarts: int = 0
+    restart_seconds: float = 0.0
+    last_seconds: float = 0.0
+    in_vain: int = 0
+    recovering: bool = False
+
+    @property
+    def hopeless(self) -> bool:
+        return self.in_vain >= EPOCHS_IN_VAIN
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        began = time.perf_counter()
+        self.in_vain += 1
+        self.recovering = True
+        try:
+            yield
+        finally:
+            self.recovering = False
+        self.restarts += 1
+        self.last_seconds = time.perf_counter() - began
+        self.restart_seconds += self.last_seconds
 
 
 @dataclass(slots=True)

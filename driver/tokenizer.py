@@ -14,7 +14,7 @@ import tokenizers
 
 from scheduler.params import InvalidRequest
 
-SHRINKING = 4  # times that normalisation may shorten a text
+_SHRINKING = 4  # times that normalisation may shorten a text
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -69,7 +69,7 @@ class Tokenizer:
 
         most_tokens: a text that must be longer than that is refused before the work is done.
         """
-        if most_tokens is not None and len(text) > SHRINKING * self.longest_token * most_tokens:
+        if most_tokens is not None and len(text) > self.most_characters(most_tokens):
             raise InvalidRequest(f"the text has {len(text)} characters, more than {most_tokens} tokens can stand for")
         try:
             text.encode("utf-8")
@@ -91,6 +91,10 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Characters of the longest entry of the vocabulary."""
         return max(map(len, self._backend.get_vocab()), default=1)
+
+    def most_characters(self, most_tokens: int) -> int:
+        """A text with more characters has more tokens than that for sure. Normalising may shorten text somewhat."""
+        return _SHRINKING * self.longest_token * most_tokens
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], most_tokens: int | None = None, **variables: Any

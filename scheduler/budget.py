@@ -96,7 +96,7 @@ class TokenBudget:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learns from a step and the seconds that it took."""
-        if work.is_mixed and self.model.costs is not None:
+        if self.target_seconds is not None and work.is_mixed and self.model.costs is not None:
             self._slowness.add(seconds / max(self.model.costs.seconds(work), 1e-9))
         self.model.observe(work, seconds)
 

@@ -131,9 +131,6 @@ class Worker:
             logger.debug("rank %d ends: the channel is closed", self.spec.rank)
             raise
 
-    def close(self) -> None:
-        self.group.close()
-
     def _join(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> None:
         spec = self.spec
         torch.set_num_threads(max(1, available_cores() // ranks_here))

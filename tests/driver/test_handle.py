@@ -390,7 +390,9 @@ def test_a_text_that_is_too_long_by_far_is_refused_before_it_is_encoded(client: 
     assert client.generate(PROMPT, greedy_params(4)).finish_reason == "length"
 
 
-def test_streams_go_on_while_a_long_text_is_encoded(llm: LLM, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow_encoding(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Texts are encoded as soon as the second event is set; the first one tells that somebody waits for that."""
     encoding, finish = threading.Event(), threading.Event()
 
     def slowly(text: str, *_: object, **__: object) -> list[int]:
@@ -399,6 +401,13 @@ def test_streams_go_on_while_a_long_text_is_encoded(llm: LLM, client: Client, mo
         return list(PROMPT)
 
     monkeypatch.setattr(llm.model.tokenizer, "encode", slowly)
+    return encoding, finish
+
+
+def test_streams_go_on_while_a_long_text_is_encoded(
+    llm: LLM, client: Client, slow_encoding: tuple[threading.Event, threading.Event]
+) -> None:
+    encoding, finish = slow_encoding
     long = [client.stream(LONG_TEXT, greedy_params(6)) for _ in range(2)]
     assert encoding.wait(10)
     assert client.generate(PROMPT, greedy_params(6)).finish_reason == "length"
@@ -410,16 +419,9 @@ def test_streams_go_on_while_a_long_text_is_encoded(llm: LLM, client: Client, mo
 
 
 def test_a_handle_that_leaves_while_its_text_is_encoded_leaves_nothing(
-    llm: LLM, place: Place, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, place: Place, slow_encoding: tuple[threading.Event, threading.Event]
 ) -> None:
-    encoding, finish = threading.Event(), threading.Event()
-
-    def slowly(text: str, *_: object, **__: object) -> list[int]:
-        encoding.set()
-        assert finish.wait(20)
-        return list(PROMPT)
-
-    monkeypatch.setattr(llm.model.tokenizer, "encode", slowly)
+    encoding, finish = slow_encoding
     leaving = place.client()
     stream = leaving.stream(LONG_TEXT, greedy_params(400))
     assert encoding.wait(10)

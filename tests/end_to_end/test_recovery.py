@@ -15,6 +15,7 @@ from driver.executor import WorkerFailed
 from driver.recovery import RequestPoisonous
 from driver.wire import RequestFailed
 from quadriga import LLM, SamplingParams
+from tests.driver import serving
 from tests.end_to_end.conftest import TinyModels
 
 PROMPT = [1, 2, 3]
@@ -34,8 +35,7 @@ def folder(tiny: TinyModels) -> Path:
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
-    defaults = {"device": "cpu", "executor": "ray", "num_kv_blocks": 64, "block_size": 4, "hang_seconds": 1.5}
-    return LLM(str(folder), **{**defaults, **options})
+    return serving.open_llm(folder, **{"executor": "ray", "num_kv_blocks": 64, "hang_seconds": 1.5, **options})
 
 
 def outputs(llm: LLM) -> list[list[int]]:
