@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from driver import cli, top
+from driver import cli, top_frame
 from driver.figures import Figures, Histogram
 from driver.handle import Client
 from driver.http_server import HttpServer, make_app
@@ -133,13 +133,13 @@ def test_histograms_count_and_interpolate() -> None:
         histogram.add(value, times)
     found = histogram.snapshot()
     assert found == {"bounds": [1.0, 2.0, 4.0], "counts": [2, 2, 4, 2], "sum": 34.5 + 0.0}
-    assert top.quantile(found, None, 0.2) == 1.0
-    assert top.quantile(found, None, 0.3) == 1.5
-    assert top.quantile(found, None, 0.6) == 3.0
-    assert top.quantile(found, None, 0.99) == 4.0
-    assert top.quantile(found, found, 0.5) is None
+    assert top_frame.quantile(found, None, 0.2) == 1.0
+    assert top_frame.quantile(found, None, 0.3) == 1.5
+    assert top_frame.quantile(found, None, 0.6) == 3.0
+    assert top_frame.quantile(found, None, 0.99) == 4.0
+    assert top_frame.quantile(found, found, 0.5) is None
     earlier = {**found, "counts": [2, 2, 2, 2]}
-    assert top.quantile(found, earlier, 0.5) == 3.0
+    assert top_frame.quantile(found, earlier, 0.5) == 3.0
 
 
 def test_gaps_of_a_step_are_counted_together() -> None:
@@ -198,7 +198,7 @@ def test_top_forgets_what_another_driver_counted(place: Place) -> None:
     def shown(before: dict[str, Any]) -> str:
         with open(os.devnull, "w") as nowhere:
             console = Console(record=True, width=100, file=nowhere)
-            console.print(top.frame(stats, before, 1.0))
+            console.print(top_frame.frame(stats, before, 1.0))
         return next(line for line in console.export_text().splitlines() if "tokens made" in line)
 
     stats = {**place.service.stats(), "generated_tokens": 100, "uptime_s": 50.0}
