@@ -8,11 +8,10 @@
 
 #include "../attention/vector.h"
 
-constexpr int64_t SPINS = 500;  // polls before a rank sleeps; ranks may share cores with others and each other
 constexpr int64_t NAP_NS = 1000000;  // a rank that uses Python's half of the protocol wakes nobody
 
 struct AllReduce {
-    int64_t format, arrivals, counter_bytes, slots, slot_bytes, rank, size, timeout_ns, tensor, count;
+    int64_t format, arrivals, counter_bytes, slots, slot_bytes, rank, size, spins, timeout_ns, tensor, count;
 };
 
 static int64_t now_ns() {
@@ -40,12 +39,12 @@ static void arrive(int64_t* arrival, int64_t count) {
 }
 
 // False when the other did not come in time, or when this rank was told by `left` not to wait any longer.
-static bool wait_for(const int64_t* arrival, int64_t count, int64_t timeout_ns, const int64_t* left) {
-    for (int64_t spin = 0; spin < SPINS; spin++) {
+static bool wait_for(const AllReduce& a, const int64_t* arrival, int64_t count, const int64_t* left) {
+    for (int64_t spin = 0; spin < a.spins; spin++) {
         if (__atomic_load_n(arrival, __ATOMIC_ACQUIRE) >= count) return true;
         pause_briefly();
     }
-    for (const int64_t deadline = now_ns() + timeout_ns;;) {
+    for (const int64_t deadline = now_ns() + a.timeout_ns;;) {
         const int64_t seen = __atomic_load_n(arrival, __ATOMIC_ACQUIRE);
         if (seen >= count) return true;
         if (now_ns() > deadline || __atomic_load_n(left, __ATOMIC_RELAXED)) return false;
@@ -62,7 +61,7 @@ static int64_t reduce_piece(const AllReduce& a, T* piece, int64_t count) {
     memcpy(slot(a.rank), piece, count * sizeof(T));
     arrive(arrival(a.rank), exchange + 1);
     for (int64_t rank = 0; rank < a.size; rank++)
-        if (!wait_for(arrival(rank), exchange + 1, a.timeout_ns, arrival(a.rank) + 1)) return rank + 1;
+        if (!wait_for(a, arrival(rank), exchange + 1, arrival(a.rank) + 1)) return rank + 1;
     for (int64_t i = 0; i < count; i += LANES) {
         floats total = {};
         for (int64_t rank = 0; rank < a.size; rank++) total += load(slot(rank) + i, count - i);

@@ -9,6 +9,7 @@ import torch
 
 from attention.native import FORMATS, NativeError, call, function, load_library
 from parallel.shared_memory import COUNTER_BYTES, SLOT_BYTES, SharedMemory
+from workers.cores import available_cores
 
 logger = logging.getLogger("quadriga.worker")
 
@@ -54,7 +55,10 @@ def compile_all_reduce(shared: SharedMemory, kernels: Kernels) -> None:
     """Lets the ranks' sums go without Python between a rank's arrival and its departure."""
     header, slots = shared.addresses()
     timeout_ns = int(shared.timeout_seconds * 1e9)
-    segment = (header, COUNTER_BYTES, slots, SLOT_BYTES, shared.rank, shared.size, timeout_ns)
+    # Being woken takes longer than the usual wait, so a rank with a core of its own polls that long first. Where ranks
+    # share cores, one that polls holds up the one it waits for.
+    spins = 2000 if shared.size <= available_cores() else 500
+    segment = (header, COUNTER_BYTES, slots, SLOT_BYTES, shared.rank, shared.size, spins, timeout_ns)
 
     def reduce(tensor: torch.Tensor) -> int:
         return call(kernels.all_reduce, FORMATS[tensor.dtype], *segment, tensor.data_ptr(), tensor.numel())
