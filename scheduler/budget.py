@@ -16,7 +16,7 @@ from scheduler.step_time import StepCosts, StepTimeModel, StepWork, chunk_pairs
 
 MIN_PREFILL_TOKENS = 16  # a step's prefill advances by this much even where the target cannot be held
 RECENT_MIXED = 16  # steps that tell how much slower than the model's costs the next one may turn out
-ROOM = 1.03  # for what the recent steps did not show
+ROOM = 1.06  # for what the recent steps did not show
 
 
 @dataclass(slots=True)
@@ -78,6 +78,8 @@ class TokenBudget:
         self.target_seconds = target_seconds
         self.model = model or StepTimeModel()
         self._slowness = Slowness()
+        for work, seconds in self.model.samples():
+            self._learn_slowness(work, seconds)
 
     def for_step(self, num_decodes: int, decode_context: int) -> StepBudget:
         """What is left for prefill beside these decodes. decode_context: as in StepWork."""
@@ -96,9 +98,12 @@ class TokenBudget:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learns from a step and the seconds that it took."""
+        self._learn_slowness(work, seconds)
+        self.model.observe(work, seconds)
+
+    def _learn_slowness(self, work: StepWork, seconds: float) -> None:
         if self.target_seconds is not None and work.is_mixed and self.model.costs is not None:
             self._slowness.add(seconds / max(self.model.costs.seconds(work), 1e-9))
-        self.model.observe(work, seconds)
 
 
 class Slowness:

@@ -15,7 +15,7 @@ remembered, a few of each, so that an hour of pure decoding does not wipe out wh
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,10 +133,14 @@ class StepTimeModel:
             self._remember(work, seconds)
         self.fit()
 
+    def samples(self) -> Iterator[tuple[StepWork, float]]:
+        """The remembered steps and the seconds that they took."""
+        return (sample for kind in self._kinds.values() for sample in kind)
+
     def fit(self) -> None:
         """Fits the costs to the remembered steps, twice, the second time without those that the first finds odd."""
         self._steps_since_fit, self._seconds_since_fit = 0, 0.0
-        samples = [sample for kind in self._kinds.values() for sample in kind]
+        samples = list(self.samples())
         if len(samples) < FEWEST_SAMPLES:
             return
         costs = _fit(samples, self.costs)
