@@ -249,7 +249,7 @@ def test_the_spread_of_the_profile_counts_before_the_first_request() -> None:
     for spread in (0.0, 0.2):
         model = StepTimeModel()
         model.learn(
-            (step, (1 + spread * (-1) ** index) * COSTS.seconds(step))
+            (step, (1 + spread * (-1) ** (index // 4)) * COSTS.seconds(step))
             for index in range(24)
             for step in (work(8, 8000, [(0, 64 << index % 4)]),)
         )
