@@ -388,13 +388,18 @@ def main() -> int:
 
 
 def report(tally: Tally, ended: float) -> int:
-    pauses = sorted(tally.pauses(ended))
+    in_turn = tally.pauses(ended)
+    pauses = sorted(in_turn)
+    by_kind: dict[str, list[float]] = {}
+    for (_, kind), pause in zip(tally.faults, in_turn, strict=True):
+        by_kind.setdefault(kind, []).append(pause)
     summary = {
         "faults": len(tally.faults),
         "requests": tally.requests,
         "pause_s_p50": round(statistics.median(pauses), 2),
         "pause_s_p99": round(pauses[int(0.99 * (len(pauses) - 1))], 2),
         "pause_s_max": round(pauses[-1], 2),
+        "pause_s_p50_by_kind": {kind: round(statistics.median(by_kind[kind]), 2) for kind in sorted(by_kind)},
         "tokens_compared": tally.compared,
         "differences": len(tally.differences),
         "leaks": len(tally.leaks),
