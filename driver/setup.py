@@ -99,6 +99,10 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
     with phases.phase("cluster" if config.uses_ray else "torch"):
         executor = make_executor(config)
     try:
+        if config.quantization and executor.device != "cpu":
+            raise ConfigError(
+                f"quantization {config.quantization} has kernels for CPU only; leave it out, or choose device cpu"
+            )
         limits = config.limits(executor.device, model.max_model_len)
         with phases.phase("weights and cache"):
             ready = executor.start(worker_specs(config, model, limits, executor), phases.on_share)
@@ -168,6 +172,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             attention_backend=config.attention_backend,
             attention_calls=config.attention_calls,
             enforce_eager=config.enforce_eager,
+            quantization=config.quantization,
             end_token_ids=tuple(sorted(model.end_token_ids)),
             block_size=config.block_size,
             num_rows=limits.num_rows,

@@ -1,0 +1,72 @@
+"""Weights as small integers: int8 with a scale for each output, int4 in groups of inputs with a scale and an offset.
+
+What a number becomes depends on its whole group, or on its output's whole row, never on how ranks share the matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_BLOCK_ROWS = 2048  # quantised at once, so that the fp32 copy stays small
+
+
+class NotFinite(ValueError):
+    """Weights that are no finite numbers have no scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """bits: 8 for symmetric integers with a scale for each output, 4 for groups with a scale and an offset.
+
+    group: inputs in a group, even and at most 128; 0 where the whole row shares a scale.
+    """
+
+    bits: int
+    group: int = 0
+
+    def deciding(self, inputs: range, total: int) -> range:
+        """The inputs of a whole row of `total` whose numbers decide what those in `inputs` become."""
+        if not self.group:
+            return range(total)
+        begin, end = inputs.start // self.group, -(-inputs.stop // self.group)
+        return range(begin * self.group, min(end * self.group, total))
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[outputs, inputs] of whole groups -> codes, int8 of the same shape, and scales.
+
+        Scales are [outputs] fp32 for 8 bits; for 4 bits [outputs, groups, 2] bf16, scale and offset. The last group of
+        a row may be short. Raises NotFinite.
+        """
+        blocks = [self._quantize(block.float()) for block in weight.split(_BLOCK_ROWS)]
+        codes, scales = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        if not scales.isfinite().all():
+            raise NotFinite("holds numbers that are not finite, or too large for a scale")
+        return codes, scales
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, begun: int = 0) -> torch.Tensor:
+        """The numbers that codes [outputs, inputs] stand for, fp32. begun: inputs of the first group before these."""
+        if not self.group:
+            return codes.float() * scales[:, None]
+        groups = (begun + torch.arange(codes.shape[1])) // self.group
+        scale, offset = scales.float()[:, groups].unbind(-1)
+        return codes.float() * scale + offset
+
+    def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.group:
+            scale = _not_zero(weight.abs().amax(1, keepdim=True) / 127)
+            return (weight / scale).round_().to(torch.int8), scale[:, 0]
+        outputs, inputs = weight.shape
+        missing = -inputs % self.group
+        groups = torch.cat((weight, weight[:, -1:].expand(-1, missing)), 1).view(outputs, -1, self.group)
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        # The integers belong to the scale and offset as they are kept.
+        scale = _not_zero(((high - low) / 15).bfloat16().float())
+        offset = (low + 8 * scale).bfloat16().float()
+        codes = ((groups - offset) / scale).round_().clamp_(-8, 7).to(torch.int8)
+        return codes.view(outputs, -1)[:, :inputs], torch.cat((scale, offset), -1).bfloat16()
+
+
+def _not_zero(scale: torch.Tensor) -> torch.Tensor:
+    return scale.masked_fill(scale == 0, 1)
