@@ -189,6 +189,8 @@ template <class B>
 static inline floats take(const B* b) {
     return load(b);
 }
+template <class B>
+static inline void look_ahead(const B*) {}  // the processor does by itself
 static inline floats step(floats sum, float a, floats b) { return sum + a * b; }
 #if defined(BF16_PAIRS)
 static inline __m512i take(const uint32_t* b) { return _mm512_loadu_si512(b); }
@@ -197,33 +199,35 @@ static inline floats step(floats sum, uint32_t a, __m512i b) {
 }
 #endif
 
-// c [R, COLUMNS] (+)= a [R, depth] times b [depth, COLUMNS]. The sums run over depth in order, whatever R is, so that
+// c [R, PANELS * COLUMNS] (+)= a [R, depth] times b [depth, PANELS * COLUMNS]. The sums run over depth in order, whatever R is, so that
 // a row's result does not depend on how many rows are computed with it.
-template <int R, class A, class B>
+template <int PANELS, int R, class A, class B>
 static inline void product_block(
     const A* a, int64_t lda, B b, int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add) {
-    constexpr int V = COLUMNS / LANES;
+    constexpr int V = PANELS * COLUMNS / LANES;
     floats sums[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sums[r][v] = add ? load(c + r * ldc + v * LANES) : floats{};
-    for (int64_t k = 0; k < depth; k++, b += ldb)
+    for (int64_t k = 0; k < depth; k++, b += ldb) {
+        look_ahead(b);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) sums[r][v] = step(sums[r][v], a[r * lda + k], take(b + v * LANES));
+    }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) store(c + r * ldc + v * LANES, sums[r][v]);
 }
 
 // b: a pointer, or what walks over columns and steps of depth like one.
-template <class A, class B>
+template <int PANELS = 1, class A, class B>
 static void product(
     const A* a, int64_t lda, B b, int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add, int64_t rows) {
     auto rest = [&](auto count) {
         constexpr int R = decltype(count)::value;
-        if constexpr (R <= ROWS)
+        if constexpr (R * PANELS <= ROWS)
             for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
-                product_block<R>(a, lda, b, ldb, depth, c, ldc, add);
+                product_block<PANELS, R>(a, lda, b, ldb, depth, c, ldc, add);
     };
     rest(std::integral_constant<int, 12>());
     rest(std::integral_constant<int, 8>());

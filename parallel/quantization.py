@@ -61,11 +61,27 @@ class Quantization:
         missing = -inputs % self.group
         groups = torch.cat((weight, weight[:, -1:].expand(-1, missing)), 1).view(outputs, -1, self.group)
         low, high = groups.aminmax(dim=-1, keepdim=True)
-        # The integers belong to the scale and offset as they are kept.
-        scale = _not_zero(((high - low) / 15).bfloat16().float())
-        offset = (low + 8 * scale).bfloat16().float()
-        codes = ((groups - offset) / scale).round_().clamp_(-8, 7).to(torch.int8)
-        return codes.view(outputs, -1)[:, :inputs], torch.cat((scale, offset), -1).bfloat16()
+        step = (high - low) / 15
+        first = _round_to(groups, step, low + 8 * step)
+        # The line that fits best through the numbers that got those integers, where it brings others closer.
+        codes = first[0]
+        centre, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
+        codes = codes - centre
+        spread = codes.square().sum(-1, keepdim=True)
+        step = (codes * (groups - mean)).sum(-1, keepdim=True) / _not_zero(spread)
+        second = _round_to(groups, step, mean - step * centre)
+        better = second[3] < first[3]
+        codes, scale, offset = (torch.where(better, b, a) for a, b in zip(first[:3], second[:3], strict=True))
+        return codes.to(torch.int8).view(outputs, -1)[:, :inputs], torch.cat((scale, offset), -1).bfloat16()
+
+
+def _round_to(
+    groups: torch.Tensor, step: torch.Tensor, offset: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of int4, scale and offset as they are kept in bf16, and each group's sum of squared errors."""
+    scale, offset = _not_zero(step.bfloat16().float()), offset.bfloat16().float()
+    codes = ((groups - offset) / scale).round_().clamp_(-8, 7)
+    return codes, scale, offset, (codes * scale + offset - groups).square().sum(-1, keepdim=True)
 
 
 def _not_zero(scale: torch.Tensor) -> torch.Tensor:

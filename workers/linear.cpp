@@ -5,6 +5,7 @@
 #include "weights.h"
 
 constexpr int64_t BLOCK_ROWS = 96, BLOCK_DEPTH = 1024;  // keep the sums in the first, the panel in the second cache
+constexpr int64_t PAIR_ROWS = 2;  // of so few rows two panels are computed together, since sums wait for one another
 constexpr int64_t TILE_DEPTH = 128;                     // so many steps of integers are made numbers of at once for many rows
 
 // Of a weight. scales: none for plain numbers, [panels * COLUMNS] fp32 for int8, for int4 [panels, groups, 2, COLUMNS] bf16:
@@ -105,9 +106,13 @@ public:
         const int64_t panels = w.panels(), blocks = (m.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (m.rows <= ROWS)  // as fast as memory, best read from front to back
             return parallel_ranges(member, m.threads, panels, [&](int64_t first, int64_t stop) {
-                for (int64_t panel = first; panel < stop; panel++) compute(panel, 0);
+                const int64_t pairs = m.rows <= PAIR_ROWS ? (stop - first) / 2 : 0;
+                for (int64_t i = 0; i < pairs; i++) compute<2>(first + i, first + pairs + i, 0);
+                for (int64_t panel = first + 2 * pairs; panel < stop; panel++) compute<1>(panel, panel, 0);
             });
-        parallel_each(member, m.threads, panels * blocks, [&](int64_t i) { compute(i / blocks, i % blocks * BLOCK_ROWS); });
+        parallel_each(member, m.threads, panels * blocks, [&](int64_t i) {
+            compute<1>(i / blocks, i / blocks, i % blocks * BLOCK_ROWS);
+        });
     }
 
 private:
@@ -135,10 +140,14 @@ private:
         }
     }
 
-    void compute(int64_t panel, int64_t first_row) const {
+    // The outputs of one panel or of two, of a block of rows.
+    template <int PANELS>
+    void compute(int64_t panel, int64_t second, int64_t first_row) const {
+        constexpr int64_t WIDTH = PANELS * COLUMNS;
         float sums[BLOCK_ROWS * COLUMNS];
         const int64_t rows = std::min(BLOCK_ROWS, m.rows - first_row);
-        for (int64_t k = 0, stop; k == 0 || k < steps; k = stop) {
+        int64_t k = 0, stop;
+        do {  // once even without depth, for the zeros
             const Left* left = x + first_row * steps + k;
             if constexpr (Layout::INTEGERS)
                 if (rows > Layout::FEW) {
@@ -146,18 +155,20 @@ private:
                     stop = std::min(steps, k + TILE_DEPTH);
                     fill(panel, k, stop, tile);
                     product(left, steps, (const Left*)tile, COLUMNS, stop - k, sums, COLUMNS, k > 0, rows);
+                    k = stop;
                     continue;
                 }
             stop = end(k);
-            with_reader(panel, k, [&](auto reader) {
-                product(left, steps, reader, Layout::STRIDE, stop - k, sums, COLUMNS, k > 0, rows);
+            with_reader<PANELS>(panel, second, k, [&](auto reader) {
+                product<PANELS>(left, steps, reader, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
             });
-        }
+            k = stop;
+        } while (k < steps);
         for (int64_t row = 0; row < rows; row++)
-            for (int64_t v = 0; v < COLUMNS; v += LANES) {
-                const int64_t output = panel * COLUMNS + v, count = w.outputs - output;
-                if (count <= 0) break;
-                floats y = load(sums + row * COLUMNS + v);
+            for (int64_t v = 0; v < WIDTH; v += LANES) {
+                const int64_t output = (v < COLUMNS ? panel : second - 1) * COLUMNS + v, count = w.outputs - output;
+                if (count <= 0) continue;
+                floats y = load(sums + row * WIDTH + v);
                 if (Layout::INTEGERS && !Layout::GROUPS) y *= load((const float*)w.scales + output);
                 if (m.bias) y += load((const T*)m.bias + output, count);
                 const int64_t to = (first_row + row) * w.outputs + output;
@@ -173,8 +184,18 @@ private:
 
     int64_t number(int64_t k) const { return w.groups().of(k * UNIT<T> - lead); }
 
+    template <int PANELS, class Body>
+    void with_reader(int64_t panel, int64_t second, int64_t k, Body&& body) const {
+        if constexpr (PANELS == 1)
+            read(panel, k, body);
+        else
+            read(panel, k, [&](auto left) {
+                read(second, k, [&](auto right) { body(SideBySide<decltype(left)>{left, right}); });
+            });
+    }
+
     template <class Body>
-    void with_reader(int64_t panel, int64_t k, Body&& body) const {
+    void read(int64_t panel, int64_t k, Body&& body) const {
         const char* step = (const char*)w.packed + (panel * steps + k) * Layout::BYTES;
         if constexpr (Layout::GROUPS) {
             const Scales<UNIT<T>> scales(w.group_scales(panel, steps ? number(k) : 0));
@@ -188,12 +209,14 @@ private:
     void fill(int64_t panel, int64_t k, int64_t stop, Left* tile) const {
         for (int64_t next; k < stop; k = next) {
             next = std::min(stop, end(k));
-            with_reader(panel, k, [&](auto reader) {
-                for (int64_t i = k; i < next; i++, reader += Layout::STRIDE)
+            read(panel, k, [&](auto reader) {
+                for (int64_t i = k; i < next; i++, reader += Layout::STRIDE) {
+                    look_ahead(reader);
                     for (int64_t v = 0; v < COLUMNS; v += LANES, tile += LANES) {
                         const auto numbers = take(reader + v);
                         memcpy(tile, &numbers, sizeof numbers);
                     }
+                }
             });
         }
     }

@@ -70,6 +70,10 @@ struct Scales {
     }
 };
 
+// Making numbers of integers keeps the processor too busy to ask for memory far enough ahead by itself.
+constexpr int64_t AHEAD_BYTES = 2048;
+static inline void look_ahead(const int8* p) { __builtin_prefetch((const char*)p + AHEAD_BYTES); }
+
 // Walks over packed int4 as a pointer does over numbers.
 template <int64_t UNIT>
 struct Nibbles {
@@ -80,6 +84,10 @@ struct Nibbles {
     Nibbles operator+(int64_t columns) const { return {bytes, scales, column + columns}; }
     void operator+=(int64_t stride) { bytes += stride; }
 };
+template <int64_t UNIT>
+static inline void look_ahead(const Nibbles<UNIT>& n) {
+    __builtin_prefetch(n.bytes + AHEAD_BYTES);
+}
 static inline floats take(Nibbles<1> n) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     bytes v;
@@ -94,6 +102,7 @@ static inline floats take(Nibbles<1> n) {
 struct int8_pair {
     int8_t values[2];
 };
+static inline void look_ahead(const int8_pair* p) { __builtin_prefetch((const char*)p + AHEAD_BYTES); }
 static inline __m512i take(const int8_pair* p) {
     const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
     const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p + 1)));
@@ -110,6 +119,24 @@ static inline __m512i take(Nibbles<2> n) {
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 #endif
+
+// Two panels read as one of twice the width.
+template <class Reader>
+struct SideBySide {
+    Reader left, right;
+
+    Reader operator+(int64_t columns) const { return columns < COLUMNS ? left + columns : right + (columns - COLUMNS); }
+    void operator+=(int64_t stride) {
+        left += stride;
+        right += stride;
+    }
+};
+
+template <class Reader>
+static inline void look_ahead(const SideBySide<Reader>& both) {
+    look_ahead(both.left);
+    look_ahead(both.right);
+}
 
 // Each layout: the number as it was before packing, the bytes of a step, for how many rows integers are converted anew with
 // every block of rows, how a product walks over a panel, and one number's place: `index` is its column times UNIT, plus its
