@@ -1,4 +1,4 @@
-"""Integer weights end to end: the tokens of the model that was made of the numbers they stand for, on any number of ranks."""
+"""Integer weights end to end: the tokens of a model of the numbers that they stand for, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention.native import load_library
 from driver.cluster import Cluster
 from driver.config import ConfigError
 from driver.llm import LLM
@@ -51,9 +52,12 @@ def test_tokens_are_those_of_the_dequantised_model(
 ) -> None:
     plain = dequantized(tiny.folder(model), kind, tmp_path / "plain")
     expected = [greedy(plain, prompt, MAX_TOKENS) for prompt in PROMPTS]
-    assert expected != [tiny.greedy(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
+    if kind == "int4":
+        assert expected != [tiny.greedy(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
     ranks = Ranks(tiny.folder(model), size, quantization=kind)
     try:
+        file_bytes = (tiny.folder(model) / "model.safetensors").stat().st_size
+        assert sum(ready.weight_bytes for ready in ranks.ready) < 0.8 * file_bytes
         for budget, depth, staggered in ((UNLIMITED, 0, False), (7, 2, True)):
             with ranks.llm(budget, depth) as llm:
                 assert outputs(llm, PROMPTS, GREEDY, staggered) == expected
@@ -66,8 +70,6 @@ def test_without_kernels_the_tokens_are_the_same(
     kind: str, tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QUADRIGA_KERNELS", "off")
-    from attention.native import load_library
-
     load_library.cache_clear()
     expected = [greedy(dequantized(tiny.folder(TIED), kind, tmp_path / "plain"), PROMPTS[2], MAX_TOKENS)]
     ranks = Ranks(tiny.folder(TIED), quantization=kind, attention_backend="reference")
@@ -88,7 +90,7 @@ def test_smollm2_in_int8_agrees_with_fp32_on_nearly_every_token(smollm2: Path, s
     places = agreed = 0
     for (prompt, tokens), result in zip(smollm2_expected, results, strict=True):
         for token, found in zip(tokens, result.prompt_logprobs[len(prompt) :], strict=True):
-            places, agreed = places + 1, agreed + (found.rank == 1)
+            places, agreed = places + 1, agreed + (found.top[0][0] == token)
             assert found.token_id == token
     assert agreed / places >= 0.95
 
@@ -96,10 +98,6 @@ def test_smollm2_in_int8_agrees_with_fp32_on_nearly_every_token(smollm2: Path, s
 def test_integer_weights_are_refused_where_there_are_no_kernels_for_them(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from driver.executor import InlineExecutor
-
-    monkeypatch.setattr(InlineExecutor, "device", "cuda", raising=False)
-    monkeypatch.setattr(InlineExecutor, "__init__", lambda self, device: None)
-    monkeypatch.setattr(InlineExecutor, "close", lambda self: None)
-    with pytest.raises(ConfigError, match="int8 .* CPU only"):
+    monkeypatch.setattr("driver.executor._pick_device", lambda device: "cuda")
+    with pytest.raises(ConfigError, match=r"int8 .* CPU only"):
         LLM(str(tiny.folder(TIED)), quantization="int8")
