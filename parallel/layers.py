@@ -17,6 +17,8 @@ from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint, CheckpointError
 from parallel.quantization import NotFinite, Quantization
 
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -71,6 +73,7 @@ class Matrix(nn.Module):
         self.quantization: Quantization | None = None
         self.scales: nn.Parameter | None = None
         self.begun = 0
+        self._stored = False  # whether the checkpoint holds it as integers
 
     def quantize(self, quantization: Quantization) -> None:
         """What is read from now on becomes integers."""
@@ -82,8 +85,17 @@ class Matrix(nn.Module):
     ) -> None:
         """Fills the rows from `start` on with a part of the tensor of that name and shape. Raises CheckpointError."""
         rows = slice(start, start + len(outputs))
+        if f"{name}_scale" in checkpoint or self._stored:
+            self._read_stored(checkpoint, name, shape, outputs, inputs, start)
+            return
         if self.quantization is None:
-            self.weight[rows].copy_(checkpoint.read(name, shape, {0: outputs, 1: inputs}))
+            weight = checkpoint.read(name, shape, {0: outputs, 1: inputs})
+            if weight.dtype not in _PLAIN:
+                raise CheckpointError(
+                    f"tensor {name!r} in {checkpoint.folder} is {weight.dtype} without scales; "
+                    "use the unquantised checkpoint"
+                )
+            self.weight[rows].copy_(weight)
             return
         deciding = self.quantization.deciding(inputs, shape[1])
         try:
@@ -96,6 +108,26 @@ class Matrix(nn.Module):
         first = inputs.start - deciding.start
         self.weight[rows].copy_(codes[:, first : first + self.inputs])
         self.scales[rows].copy_(scales)
+
+    def _read_stored(
+        self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range, start: int
+    ) -> None:
+        """The same for a tensor that the checkpoint holds as int8, with its scales beside it."""
+        if (start and not self._stored) or f"{name}_scale" not in checkpoint:
+            raise CheckpointError(
+                f"tensor {name!r} in {checkpoint.folder} and those that are computed in one with it are not all "
+                "quantised; use the unquantised checkpoint"
+            )
+        if not start:
+            self._stored = True
+            self.quantize(Quantization(8))
+            self.scales = _empty(self.outputs, dtype=torch.float32, device=self.weight.device)
+        codes = checkpoint.read(name, shape, {0: outputs, 1: inputs})
+        if codes.dtype != torch.int8:
+            raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} has scales, but is {codes.dtype}, not int8")
+        rows = slice(start, start + len(outputs))
+        self.weight[rows].copy_(codes)
+        self.scales[rows].copy_(checkpoint.read(f"{name}_scale", (shape[0], 1), {0: outputs})[:, 0])
 
     def plain(self) -> torch.Tensor:
         """The weight as numbers [outputs, inputs], of a matrix that no other products have adopted."""

@@ -73,7 +73,7 @@ class ModelRunner:
     ) -> None:
         self.device = device
         dtype = getattr(torch, spec.dtype)
-        self.group, self.quantization = group, spec.quantization
+        self.group, self.quantization, self.stored_as = group, spec.quantization, arch.stored_as
         heads = shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank]
         layout = HeadLayout(len(heads.q_heads), len(heads.kv_heads), arch.head_dim)
         demand = Demand(dtype=dtype, block_size=spec.block_size, window=any(arch.windows))
@@ -125,7 +125,7 @@ class ModelRunner:
             if self.quantization:
                 quantize(self.model, self.model.head.matrix, self.quantization)
             self.model.load(checkpoint, on_share)
-            if self.quantization:
+            if self.quantization or self.stored_as:
                 pack_products(self.model, self.kernels)
             elif self.kernels:
                 settle_products(self.model, self.kernels)

@@ -14,11 +14,13 @@ from attention.native import load_library
 from driver.cluster import Cluster
 from driver.config import ConfigError
 from driver.llm import LLM
+from parallel.loader import CheckpointError
 from scheduler.params import SamplingParams
 from tests.end_to_end.conftest import TinyModels
 from tests.end_to_end.running import UNLIMITED, Ranks, outputs
 from tests.end_to_end.test_tiny_models import GREEDY, MAX_TOKENS, PROMPTS
 from tests.models import greedy
+from tests.workers.test_architecture import stored
 from workers.products import QUANTIZATIONS
 
 Expected = list[tuple[list[int], list[int]]]
@@ -79,6 +81,52 @@ def test_without_kernels_the_tokens_are_the_same(
     finally:
         ranks.close()
         load_library.cache_clear()
+
+
+def stored_as_int8(folder: Path, to: Path, plain: str = "") -> Path:
+    """The checkpoint as compressed-tensors saves it with int8 weights. plain: a linear that stays as it is."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if "proj.weight" in name and not (plain and name.endswith(plain)):
+            tensors[name], scale = QUANTIZATIONS["int8"].quantize(weight)
+            tensors[f"{name}_scale"] = scale[:, None]
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, "quantization_config": stored()}))
+    return to
+
+
+@pytest.mark.parametrize(("model", "size", "left"), [("llama", 1, ""), (TIED, 1, "down_proj.weight"), ("llama", 2, "")])
+def test_checkpoints_that_hold_int8_give_the_tokens_of_their_numbers(
+    model: str, size: int, left: str, tiny: TinyModels, ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    folder = stored_as_int8(tiny.folder(model), tmp_path / "stored", left)
+    shutil.copytree(tiny.folder(model), tmp_path / "plain")
+    tensors = load_file(folder / "model.safetensors")
+    scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scale")}
+    plain = {n: w.float() * scales[f"{n}_scale"] if f"{n}_scale" in scales else w for n, w in tensors.items()}
+    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    expected = [greedy(tmp_path / "plain", prompt, MAX_TOKENS) for prompt in PROMPTS]
+    ranks = Ranks(folder, size)
+    try:
+        with ranks.llm(7) as llm:
+            assert outputs(llm, PROMPTS, GREEDY) == expected
+    finally:
+        ranks.close()
+
+
+def test_what_such_checkpoints_cannot_be_is_refused(tiny: TinyModels, tmp_path: Path) -> None:
+    folder = stored_as_int8(tiny.folder(TIED), tmp_path / "mixed", "v_proj.weight")
+    with pytest.raises(CheckpointError, match=r"v_proj\.weight.* not all quantised"):
+        LLM(str(folder))
+    with pytest.raises(ConfigError, match=r"quantization int4 needs plain weights, .* has int8"):
+        LLM(str(folder), quantization="int4")
+    (folder / "config.json").write_bytes((tiny.folder(TIED) / "config.json").read_bytes())
+    tensors = {n: w for n, w in load_file(folder / "model.safetensors").items() if not n.endswith("_scale")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"is torch\.int8 without scales"):
+        LLM(str(folder))
 
 
 def test_smollm2_in_int8_agrees_with_fp32_on_nearly_every_token(smollm2: Path, smollm2_expected: Expected) -> None:
