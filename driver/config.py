@@ -28,7 +28,7 @@ class EngineConfig:
     executor: `inline` runs the one rank in this process, `ray` one actor per rank; `auto` takes inline for one rank.
     device: `cpu`, `cuda`, or `auto` for CUDA where there is a GPU.
     dtype: `float32`, `bfloat16`, `float16`, or `auto` for the model's own.
-    quantization: `int8` or `int4` for weights of so many bits, made when they are read (CPU only); None leaves them.
+    quantization: `int8` or `int4` (CPU), or `fp8` (CUDA): what linears become when they are read; None leaves them.
     max_num_batched_tokens: token budget of a step; None means 2048 on CUDA and 512 on CPU.
     target_tbt_ms: time between tokens to hold, in milliseconds; the budget of each step is then solved from a step-time
         model, and max_num_batched_tokens only bounds it (None: 8192 on CUDA and 2048 on CPU).

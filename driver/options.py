@@ -27,7 +27,7 @@ def add_engine_options(
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="keep weights as int8 with a scale per output, or int4 in groups of 32 with the head in int8; cpu only",
+        help="make linears int8, int4 in groups of 32 with the head in int8 (both cpu), or fp8 (cuda)",
     )
     add_scheduling_options(group)
     group.add_argument(

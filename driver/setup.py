@@ -26,7 +26,7 @@ from scheduler.step_time import StepTimeModel
 from workers.architecture import Architecture, read_architecture
 from workers.faults import VARIABLE, read_faults
 from workers.source import resolve_model
-from workers.spec import DTYPES, WorkerReady, WorkerSpec
+from workers.spec import DTYPES, QUANTIZATIONS, WorkerReady, WorkerSpec
 
 logger = logging.getLogger("quadriga.start")
 
@@ -103,10 +103,14 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
     with phases.phase("cluster" if config.uses_ray else "torch"):
         executor = make_executor(config)
     try:
-        if config.quantization and executor.device != "cpu":
+        if config.quantization and executor.device != QUANTIZATIONS[config.quantization]:
+            fitting = [name for name, device in QUANTIZATIONS.items() if device == executor.device]
             raise ConfigError(
-                f"quantization {config.quantization} has kernels for CPU only; leave it out, or choose device cpu"
+                f"quantization {config.quantization} has no kernels on {executor.device}; "
+                f"leave it out, or take {' or '.join(fitting)}"
             )
+        if config.quantization == "fp8" and model.dtype != "bfloat16":
+            raise ConfigError(f"quantization fp8 computes in bfloat16, not in {model.dtype}; choose dtype bfloat16")
         limits = config.limits(executor.device, model.max_model_len)
         with phases.phase("weights and cache"):
             ready = executor.start(worker_specs(config, model, limits, executor), phases.on_share)

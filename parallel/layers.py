@@ -15,7 +15,7 @@ from torch import nn
 
 from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint, CheckpointError
-from parallel.quantization import NotFinite, Quantization
+from parallel.quantization import Float8, NotFinite, Quantization
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -61,8 +61,8 @@ class Matrix(nn.Module):
     """A weight that is filled once and then only multiplied with.
 
     weight: [outputs, inputs] until other products adopt it, then in their layout.
-    quantization: of weights that are kept as integers, set before they are read; then weight holds int8 codes, `scales`
-        what belongs to them, and `begun` says how many inputs of the first group another rank holds.
+    quantization: of weights that are kept as integers or fp8, set before they are read; then weight holds these,
+        `scales` what belongs to them, and `begun` says how many inputs of the first group another rank holds.
     """
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -70,15 +70,15 @@ class Matrix(nn.Module):
         self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
         self.weight = _empty(outputs, inputs, dtype=dtype, device=device)
         self.products: Products = TorchProducts()
-        self.quantization: Quantization | None = None
+        self.quantization: Quantization | Float8 | None = None
         self.scales: nn.Parameter | None = None
         self.begun = 0
         self._stored = False  # whether the checkpoint holds it as integers
 
-    def quantize(self, quantization: Quantization) -> None:
-        """What is read from now on becomes integers."""
+    def quantize(self, quantization: Quantization | Float8) -> None:
+        """What is read from now on becomes integers, or fp8."""
         self.quantization = quantization
-        self.weight = _empty(self.outputs, self.inputs, dtype=torch.int8, device=self.weight.device)
+        self.weight = _empty(self.outputs, self.inputs, dtype=quantization.dtype, device=self.weight.device)
 
     def read(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range, start: int = 0

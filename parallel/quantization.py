@@ -1,14 +1,16 @@
-"""Weights as small integers: int8 with a scale for each output, int4 in groups of inputs with a scale and an offset.
+"""Weights as int8 or fp8 with a scale for each output, or as int4 in groups of inputs with a scale and an offset.
 
 What a number becomes depends on its whole group, or on its output's whole row, never on how ranks share the matrix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+LARGEST_FLOAT8 = 448.0
 _BLOCK_ROWS = 2048  # quantised at once, so that the fp32 copy stays small
 
 
@@ -26,6 +28,10 @@ class Quantization:
     bits: int
     group: int = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8
+
     def deciding(self, inputs: range, total: int) -> range:
         """The inputs of a whole row of `total` whose numbers decide what those in `inputs` become."""
         if not self.group:
@@ -39,11 +45,7 @@ class Quantization:
         Scales are [outputs] fp32 for 8 bits; for 4 bits [outputs, groups, 2] bf16, scale and offset. The last group of
         a row may be short. Raises NotFinite.
         """
-        blocks = [self._quantize(block.float()) for block in weight.split(_BLOCK_ROWS)]
-        codes, scales = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-        if not scales.isfinite().all():
-            raise NotFinite("holds numbers that are not finite, or too large for a scale")
-        return codes, scales
+        return _in_blocks(self._quantize, weight)
 
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, begun: int = 0) -> torch.Tensor:
         """The numbers that codes [outputs, inputs] stand for, fp32. begun: inputs of the first group before these."""
@@ -73,6 +75,41 @@ class Quantization:
         better = second[3] < first[3]
         codes, scale, offset = (torch.where(better, b, a) for a, b in zip(first[:3], second[:3], strict=True))
         return codes.to(torch.int8).view(outputs, -1)[:, :inputs], torch.cat((scale, offset), -1).bfloat16()
+
+
+class Float8:
+    """Weights in fp8 (e4m3: three bits of mantissa, up to 448) with an fp32 scale for each output."""
+
+    bits, group, dtype = 8, 0, torch.float8_e4m3fn
+
+    def deciding(self, inputs: range, total: int) -> range:
+        """As for integers: the whole row."""
+        return range(total)
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[outputs, inputs] -> fp8 of the same shape, and scales [outputs] fp32. Raises NotFinite."""
+        return _in_blocks(to_float8, weight)
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, begun: int = 0) -> torch.Tensor:
+        """The numbers that they stand for, fp32."""
+        return codes.float() * scales[:, None]
+
+
+def to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, m] -> fp8 [n, m] and what each row was divided by, [n] fp32."""
+    wide = rows.float()
+    scale = _not_zero(wide.abs().amax(1, keepdim=True) / LARGEST_FLOAT8)
+    return (wide / scale).clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn), scale[:, 0]
+
+
+def _in_blocks(
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = [quantize(block.float()) for block in weight.split(_BLOCK_ROWS)]
+    codes, scales = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    if not scales.isfinite().all():
+        raise NotFinite("holds numbers that are not finite, or too large for a scale")
+    return codes, scales
 
 
 def _round_to(

@@ -12,7 +12,8 @@ from torch import nn
 
 from attention.native import FORMATS, Recording, call, empty
 from parallel.layers import ColumnParallelLinear, Matrix, RowParallelLinear, TorchProducts
-from parallel.quantization import Quantization
+from parallel.quantization import Float8, Quantization
+from workers.fp8 import Fp8Products
 from workers.kernels import Kernels
 
 logger = logging.getLogger("quadriga.worker")
@@ -79,24 +80,30 @@ def _pack_scales(scales: torch.Tensor) -> torch.Tensor:
 def quantize(model: nn.Module, head: Matrix, quantization: str) -> None:
     """What the linears and the head read from now on becomes integers; an embedding of its own stays as it is.
 
-    The head has eight bits in any case: four would cost it more than all linears together.
+    The head has eight bits with int4 too, since it decides the result directly. With fp8 it stays as it is.
     """
     for part in model.modules():
         if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-            part.matrix.quantize(QUANTIZATIONS[quantization])
-    head.quantize(QUANTIZATIONS["int8"])
+            part.matrix.quantize(Float8() if quantization == "fp8" else QUANTIZATIONS[quantization])
+    if quantization != "fp8":
+        head.quantize(QUANTIZATIONS["int8"])
 
 
 def pack_products(model: nn.Module, kernels: Kernels | None) -> None:
-    """Packs all matrices of a quantised model; without kernels, they become plain numbers again."""
+    """Packs all matrices of a quantised model; without kernels, integers become plain numbers again."""
+    matrices = [part for part in model.modules() if isinstance(part, Matrix)]
+    fp8 = [matrix for matrix in matrices if isinstance(matrix.quantization, Float8)]
+    for matrix in fp8:
+        matrix.adopt(Fp8Products())
+    if fp8:
+        return
     products = PackedProducts(kernels) if kernels else TorchProducts()
     if kernels is None:
         logger.warning(
             "quantised weights are kept as the numbers they stand for, neither smaller nor faster than others"
         )
-    for part in model.modules():
-        if isinstance(part, Matrix):
-            part.adopt(products)
+    for matrix in matrices:
+        matrix.adopt(products)
 
 
 def settle_products(model: nn.Module, kernels: Kernels) -> None:

@@ -20,6 +20,7 @@ from scheduler.plan import StepPlan
 from workers.adjust import Adjustments
 from workers.architecture import Architecture
 from workers.faults import FIRST
+from workers.fp8 import check_fp8
 from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs
@@ -122,6 +123,8 @@ class ModelRunner:
     def load(self, folder: Path, on_share: Callable[[float], None] | None = None) -> int:
         """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
+            if self.quantization == "fp8":
+                check_fp8(self.device)
             if self.quantization:
                 quantize(self.model, self.model.head.matrix, self.quantization)
             self.model.load(checkpoint, on_share)

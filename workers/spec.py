@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}  # and the device that has kernels for it
 
 
 @dataclass(frozen=True, slots=True)

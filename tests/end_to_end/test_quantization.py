@@ -147,5 +147,10 @@ def test_integer_weights_are_refused_where_there_are_no_kernels_for_them(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("driver.executor._pick_device", lambda device: "cuda")
-    with pytest.raises(ConfigError, match=r"int8 .* CPU only"):
+    with pytest.raises(ConfigError, match="int8 has no kernels on cuda; leave it out, or take fp8"):
         LLM(str(tiny.folder(TIED)), quantization="int8")
+    with pytest.raises(ConfigError, match="fp8 computes in bfloat16, not in float32"):
+        LLM(str(tiny.folder(TIED)), quantization="fp8")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="fp8 has no kernels on cpu; leave it out, or take int8 or int4"):
+        LLM(str(tiny.folder(TIED)), quantization="fp8")

@@ -56,6 +56,9 @@ class OneTensor:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
+    def __contains__(self, name: str) -> bool:
+        return name == "weight"
+
     def read(self, name: str, shape: tuple[int, ...], cut: dict[int, range]) -> torch.Tensor:
         assert shape == self.tensor.shape
         return self.tensor[cut[0].start : cut[0].stop, cut[1].start : cut[1].stop]
