@@ -166,7 +166,7 @@ def test_a_failure_ends_the_replay_and_is_told() -> None:
     address = segment.data_ptr()
     with recording.record():
         # Rank 0 of 2 waits for rank 1, whose counter stays where it is.
-        call(KERNELS.all_reduce, 0, address, 64, address + 128, 1024, 0, 2, 500, 10**7, tensor.data_ptr(), 4)
+        call(KERNELS.all_reduce, 0, address, 64, address + 128, 1024, 0, 2, 100, 10**7, tensor.data_ptr(), 4)
         call(KERNELS.gather, tensor.data_ptr(), 16, ids.data_ptr(), 1, copied.data_ptr())
     arrays = recording.arrays()
     for count in (1, 2):
