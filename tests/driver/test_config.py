@@ -31,6 +31,8 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("executor", "threads", ("auto, inline, ray", "'threads'")),
     ("device", "tpu", ("auto, cpu, cuda", "'tpu'")),
     ("dtype", "int8", ("auto, float32, bfloat16, float16", "'int8'")),
+    ("quantization", "int2", ("None, int8, int4, fp8", "'int2'")),
+    ("quantization", "", ("None, int8, int4, fp8", "''")),
     ("max_num_batched_tokens", 0, ("between 1 and 1048576", "got 0")),
     ("max_num_batched_tokens", 2**20 + 1, ("between 1 and 1048576", "1048577")),
     ("max_num_seqs", 0, ("between 1 and 65536", "got 0")),

@@ -41,7 +41,9 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def runner(folder: Path, group: TensorParallelGroup, dtype: str = "float32") -> ModelRunner:
+def runner(
+    folder: Path, group: TensorParallelGroup, dtype: str = "float32", quantization: str | None = None
+) -> ModelRunner:
     spec = WorkerSpec(
         model=str(folder),
         rank=group.rank,
@@ -58,6 +60,7 @@ def runner(folder: Path, group: TensorParallelGroup, dtype: str = "float32") -> 
         gpu_memory_utilization=0.9,
         start_timeout_seconds=10,
         step_timeout_seconds=10,
+        quantization=quantization,
     )
     made = ModelRunner(read_architecture(folder), spec, group, torch.device("cpu"))
     made.load(folder)
@@ -114,6 +117,19 @@ def test_replayed_steps_are_the_same_to_the_bit(folder: Path, dtype: str, count:
         results = steps(replaying, replayed=True)
         assert set(replaying.replay._kept) == {2, 3, 4}
         for result, wanted in zip(results, steps(runner(folder, TensorParallelGroup(), dtype), False), strict=True):
+            assert not result.isnan().any()
+            assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_replayed_steps_of_integer_weights_are_the_same_to_the_bit(folder: Path, quantization: str, count: int) -> None:
+    with threads(count):
+        replaying = runner(folder, TensorParallelGroup(), "bfloat16", quantization)
+        results = steps(replaying, replayed=True)
+        assert set(replaying.replay._kept) == {2, 3, 4}
+        plain = runner(folder, TensorParallelGroup(), "bfloat16", quantization)
+        for result, wanted in zip(results, steps(plain, False), strict=True):
             assert not result.isnan().any()
             assert torch.equal(result, wanted)
 
