@@ -43,6 +43,7 @@ class EngineConfig:
     attention_backend: a backend's name, or `auto`.
     attention_calls: `one` call for a step's prefill and decode rows together, `two` for each apart, or `auto`.
     enforce_eager: launch every step anew instead of replaying captured CUDA graphs.
+    fused_kernels: use the Triton kernels on CUDA, where Triton is installed.
     async_depth: steps in flight at once; 0 or 1 waits for each step's tokens before the next is planned.
     kv_cache_gib: memory for each rank's KV cache in GiB; None means 2 on CPU and what is left on a GPU.
     num_kv_blocks: exact number of KV blocks instead.
@@ -73,6 +74,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     attention_calls: str = "auto"
     enforce_eager: bool = False
+    fused_kernels: bool = True
     async_depth: int = 2
     kv_cache_gib: float | None = None
     num_kv_blocks: int | None = None
@@ -116,7 +118,7 @@ class EngineConfig:
             self._check_positive(name, high)
         if self.trace_steps is not None and not isinstance(self.trace_steps, str):
             raise ConfigError(f"trace_steps must be a path, got {self.trace_steps!r}")
-        for name in ("chunked_prefill", "prefix_caching", "enforce_eager"):
+        for name in ("chunked_prefill", "prefix_caching", "enforce_eager", "fused_kernels"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.target_tbt_ms is not None and not self.chunked_prefill:

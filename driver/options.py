@@ -112,6 +112,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--enforce-eager", action="store_true", help="launch every step anew instead of replaying captured CUDA graphs"
     )
     group.add_argument(
+        "--fused-kernels",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the Triton kernels on cuda, where Triton is installed",
+    )
+    group.add_argument(
         "--async-depth",
         type=int,
         default=defaults["async_depth"].default,

@@ -156,6 +156,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             attention_backend=config.attention_backend,
             attention_calls=config.attention_calls,
             enforce_eager=config.enforce_eager,
+            fused_kernels=None if config.fused_kernels else False,
             block_size=config.block_size,
             num_rows=limits.num_rows,
             max_model_len=model.max_model_len,

@@ -213,9 +213,10 @@ def check_tokens(settings: Any) -> dict[str, Any]:
     expected = tiny_tokens(torch.device("cpu"), "float32")
     problems, shares = [], {}
     if settings.full:
-        shares["float32"] = agreement(tiny_tokens(settings.device, "float32"), expected)
-        if shares["float32"] < 1:
-            problems.append(f"fp32 tokens differ from the CPU's: {shares['float32']:.2f} agree")
+        for way, fused in (("float32", False), ("float32 with fused kernels", None)):
+            shares[way] = agreement(tiny_tokens(settings.device, "float32", fused_kernels=fused), expected)
+            if shares[way] < 1:
+                problems.append(f"{way}: only {shares[way]:.2f} of the tokens are the CPU's")
         bf16 = tiny_tokens(settings.device, "bfloat16")
         for name in STAND_INS:
             try:

@@ -7,6 +7,7 @@ lie flat, whatever request they belong to, and only attention knows about reques
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -39,9 +40,17 @@ class Shard:
     group: TensorParallelGroup
     dtype: torch.dtype
     device: torch.device
+    kernels: ModuleType | None = None
 
 
-def make_shard(arch: Architecture, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device) -> Shard:
+def make_shard(
+    arch: Architecture,
+    group: TensorParallelGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: ModuleType | None = None,
+) -> Shard:
+    """kernels: the module workers.kernels, to compute with its fused kernels."""
     return Shard(
         heads=shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank],
         mlp=deal_lanes(arch.intermediate_size, group.size)[group.rank],
@@ -49,6 +58,7 @@ def make_shard(arch: Architecture, group: TensorParallelGroup, dtype: torch.dtyp
         group=group,
         dtype=dtype,
         device=device,
+        kernels=kernels,
     )
 
 
@@ -57,22 +67,31 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name: str, size: int, eps: float, shard: Shard) -> None:
         super().__init__()
-        self.name, self.eps = name, eps
+        self.name, self.eps, self.kernels = name, eps, shard.kernels
         self.weight = nn.Parameter(torch.empty(size, dtype=shard.dtype, device=shard.device), requires_grad=False)
 
     def load(self, checkpoint: Checkpoint) -> None:
         self.weight.copy_(checkpoint.read(f"{self.name}.weight", tuple(self.weight.shape)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)[0]
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
+
+    def after_adding(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalisation of x + y, and x + y itself."""
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps, residual=y)
+        total = x + y
+        return self(total), total
 
 
 class Attention(nn.Module):
     def __init__(self, name: str, layer: int, arch: Architecture, shard: Shard) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, arch.head_dim
+        self.layer, self.head_dim, self.kernels = layer, arch.head_dim, shard.kernels
         self.window, self.rotary = arch.windows[layer], arch.rotary_layers[layer]
         q, kv = _columns(shard.heads.q_heads, arch.head_dim), _columns(shard.heads.kv_heads, arch.head_dim)
         q_size, kv_size = arch.num_q_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -100,7 +119,9 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary:
+        if self.rotary and self.kernels is not None:
+            q, k = self.kernels.rotate(q, k, rotary)
+        elif self.rotary:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return self.out(attend(self.layer, q, k, v, self.window).flatten(1))
 
@@ -108,7 +129,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, name: str, arch: Architecture, shard: Shard) -> None:
         super().__init__()
-        size, columns = arch.intermediate_size, shard.mlp
+        size, columns, self.kernels = arch.intermediate_size, shard.mlp, shard.kernels
         self.gate_up = ColumnParallelLinear(
             arch.hidden_size,
             [(f"{name}.gate_proj", size, columns), (f"{name}.up_proj", size, columns)],
@@ -128,7 +149,10 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate_up = self.gate_up(x)
+        if self.kernels is not None:
+            return self.down(self.kernels.silu_multiply(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
@@ -141,8 +165,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(f"{name}.mlp", arch, shard)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        x = x + self.attention(self.input_norm(x), rotary, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        normed, x = self.mlp_norm.after_adding(x, self.attention(self.input_norm(x), rotary, attend))
+        return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):

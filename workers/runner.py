@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -17,7 +18,7 @@ from parallel.loader import Checkpoint
 from scheduler.plan import StepPlan
 from workers.architecture import Architecture
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
-from workers.inputs import StepInputs, build_inputs
+from workers.inputs import StepInputs, build_inputs, to_device
 from workers.model import Decoder, make_shard
 from workers.sampler import Sampler, SamplingRows
 from workers.spec import WorkerSpec
@@ -61,7 +62,9 @@ class ModelRunner:
     ) -> None:
         self.device = device
         dtype = getattr(torch, spec.dtype)
-        shard = make_shard(arch, group, dtype, device)
+        kernels = _fused_kernels(device, spec.fused_kernels)
+        self.fused = kernels is not None
+        shard = make_shard(arch, group, dtype, device, kernels)
         self.model = Decoder(arch, shard, spec.max_model_len)
         layout = HeadLayout(len(shard.heads.q_heads), len(shard.heads.kv_heads), arch.head_dim)
         demand = Demand(dtype=dtype, block_size=spec.block_size, window=any(arch.windows))
@@ -70,7 +73,7 @@ class ModelRunner:
         )
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
-        self.sampler = Sampler(arch.vocab_size, group, device)
+        self.sampler = Sampler(arch.vocab_size, group, device, kernels)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // block_size), block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
@@ -163,7 +166,7 @@ class ModelRunner:
             min_p=rows.min_p[picked],
         )
         tokens = self.sampler.sample(logits, sampling)
-        self.last_tokens[torch.from_numpy(picked).to(self.device)] = tokens
+        self.last_tokens[to_device(picked, self.device)] = tokens
         return tokens
 
     @torch.inference_mode()
@@ -172,3 +175,17 @@ class ModelRunner:
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, window: query)
         self.model.head(hidden[: min(num_rows, num_tokens)])
+
+
+def _fused_kernels(device: torch.device, wanted: bool | None) -> ModuleType | None:
+    """The Triton kernels, on CUDA where Triton is installed, or anywhere when they are asked for."""
+    if wanted is False or (wanted is None and device.type != "cuda"):
+        return None
+    try:
+        from workers import kernels
+    except ImportError as error:
+        if wanted:
+            raise
+        logger.info("no fused kernels: %s", error)
+        return None
+    return kernels

@@ -9,12 +9,14 @@ winners meet; the full logits are gathered only for rows that truncate the distr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from parallel.group import TensorParallelGroup
 from parallel.split import deal_lanes
+from workers.inputs import to_device
 
 _MASK32 = 0xFFFFFFFF
 
@@ -32,9 +34,15 @@ class SamplingRows:
 
 
 class Sampler:
-    """Every rank calls `sample` with its own logits and gets the same tokens."""
+    """Every rank calls `sample` with its own logits and gets the same tokens.
 
-    def __init__(self, vocab_size: int, group: TensorParallelGroup, device: torch.device) -> None:
+    kernels: the module workers.kernels, to make noise in one launch.
+    """
+
+    def __init__(
+        self, vocab_size: int, group: TensorParallelGroup, device: torch.device, kernels: ModuleType | None = None
+    ) -> None:
+        self.noise = gumbel_noise if kernels is None else kernels.gumbel_noise
         ranges = deal_lanes(vocab_size, group.size)
         self.group = group
         self.widths = [len(ids) for ids in ranges]
@@ -53,13 +61,13 @@ class Sampler:
         if plain.any():
             index = self._index(plain)
             # argmax(logits / T + noise), times T: no temperature, however small, overflows.
-            noise = gumbel_noise(*noise_keys(rows, plain), self.own_ids)
+            noise = self.noise(*noise_keys(rows, plain), self.own_ids)
             logits[index] += noise * self._column(rows.temperature[plain]).float()
         tokens = self._argmax(logits)
         if full is not None:
             # From the maximum down and in fp64, so that no temperature, however small, overflows.
             scaled = (full - full.amax(dim=-1, keepdim=True)).double() / self._column(rows.temperature[truncated])
-            scores = truncate(scaled, rows, truncated) + gumbel_noise(*noise_keys(rows, truncated), self.ids)
+            scores = truncate(scaled, rows, truncated) + self.noise(*noise_keys(rows, truncated), self.ids)
             tokens[self._index(truncated)] = scores.argmax(dim=-1)
         return tokens
 
@@ -84,16 +92,16 @@ class Sampler:
         return torch.cat([part[:, :width] for part, width in zip(parts, self.widths, strict=True)], dim=-1)
 
     def _index(self, chosen: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.flatnonzero(chosen)).to(self.ids.device)
+        return to_device(np.flatnonzero(chosen), self.ids.device)
 
     def _column(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.ids.device).unsqueeze(-1)
+        return to_device(values, self.ids.device).unsqueeze(-1)
 
 
 def truncate(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:
     """Masks out of [n, vocabulary] fp64 logits what top-k, then top-p, then min-p of the chosen rows exclude."""
     device = logits.device
-    column = lambda values: torch.from_numpy(values[chosen]).to(device).unsqueeze(-1)  # noqa: E731
+    column = lambda values: to_device(values[chosen], device).unsqueeze(-1)  # noqa: E731
     top_k, top_p, min_p = column(rows.top_k), column(rows.top_p), column(rows.min_p)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]

@@ -1,0 +1,112 @@
+"""The Triton kernels in Triton's interpreter, on CPU, against what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="Triton is installed with the test extra")
+
+from scripts.gpu_check_parts import TINY, RandomWeights, generate, make_runner
+from workers import kernels
+from workers.rope import rotate
+from workers.sampler import gumbel_noise
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of sums, and for bf16, to which the interpreter cuts off where the device rounds."""
+    assert found.dtype == expected.dtype
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 0.03, torch.float16: 1e-3}[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 48, 64, 100])
+def test_rms_norm_with_and_without_a_residual(dtype: torch.dtype, size: int) -> None:
+    x, residual, weight = (
+        randn(5, size, dtype=dtype),
+        randn(5, size, dtype=dtype, seed=1),
+        randn(size, dtype=dtype, seed=2),
+    )
+    normed, same = kernels.rms_norm(x, weight, 1e-5)
+    assert_close(normed, plain_norm(x, weight, 1e-5))
+    assert same is x
+    normed, total = kernels.rms_norm(x, weight, 1e-5, residual)
+    assert_close(total, x + residual)
+    assert_close(normed, plain_norm(x + residual, weight, 1e-5))
+
+
+def test_rms_norm_of_heads_that_lie_apart() -> None:
+    """As query and key heads do, which are views of one product."""
+    x = randn(4, 100)[:, 20:68].unflatten(-1, (3, 16))
+    assert not x.is_contiguous()
+    weight = randn(16, seed=1)
+    assert_close(kernels.rms_norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 8), (4, 1, 48), (1, 1, 2)])
+def test_rotation_of_strided_queries_and_keys(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    q, k, _ = (x.unflatten(-1, (-1, head_dim)) for x in randn(5, sum(widths), dtype=dtype).split(widths, dim=-1))
+    angles = randn(5, head_dim // 2, seed=3).repeat(1, 2).unsqueeze(1)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    for found, x in zip(kernels.rotate(q, k, rotary), (q, k), strict=True):
+        assert found.is_contiguous()
+        assert_close(found, rotate(x, rotary))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 80, 1500])
+def test_silu_multiply(dtype: torch.dtype, size: int) -> None:
+    x = 4 * randn(3, 2 * size, dtype=dtype)
+    gate, up = x.chunk(2, dim=-1)
+    assert_close(kernels.silu_multiply(x), F.silu(gate) * up)
+
+
+def test_noise_is_the_samplers_to_the_bit() -> None:
+    """Else a request's tokens would depend on where it runs."""
+    high = torch.tensor([0, 1, 2**32 - 1, 12345])
+    low = torch.tensor([7, 2**32 - 1, 0, 2**31])
+    for first, stop in ((0, 301), (100_000, 102_100)):
+        ids = torch.arange(first, stop)
+        assert torch.equal(kernels.gumbel_noise(high, low, ids), gumbel_noise(high, low, ids))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: kernels.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5)[0],
+        lambda: kernels.silu_multiply(torch.empty(0, 8)),
+        lambda: kernels.gumbel_noise(*[torch.empty(0, dtype=torch.int64)] * 2, torch.arange(8)),
+    ],
+)
+def test_nothing_is_launched_for_nothing(call: Callable[[], torch.Tensor]) -> None:
+    assert call().shape[0] == 0
+
+
+def test_a_model_of_fused_kernels_gives_the_tokens_of_one_without() -> None:
+    found = []
+    for fused in (False, True):
+        runner = make_runner(TINY, CPU, "float32", fused_kernels=fused)
+        assert runner.fused == fused
+        with torch.inference_mode():
+            runner.model.load(RandomWeights())
+        runner.make_cache(24)
+        found.append(generate(runner, (5, 30, 1), max_tokens=4))
+    assert found[0] == found[1]

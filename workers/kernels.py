@@ -1,0 +1,183 @@
+"""The few fused kernels that are worth having on CUDA, in Triton. Each computes what its torch counterpart does.
+
+Rounding is that of the counterparts, operation by operation in the tensors' dtype, so that turning the kernels off
+changes no more than the order of sums. With TRITON_INTERPRET=1 set before this module is imported they run on CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from workers.inputs import to_device
+
+_NOISE_BLOCK = 1024
+
+
+@triton.jit
+def _rounded(x, like):
+    """To the dtype of `like` and back to fp32: arithmetic itself is fp32, which every dtype is exact in."""
+    return x.to(like.dtype).to(tl.float32)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., heads, size] or [tokens, size], any strides but 1 in the last -> its normalisation, and x + residual.
+
+    Without a residual the second is x itself. Counterpart: workers.model.RMSNorm.
+    """
+    shaped = x if x.dim() == 3 else x.unsqueeze(1)
+    tokens, heads, size = shaped.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if tokens:
+        _rms_norm[(tokens * heads,)](
+            shaped,
+            x if residual is None else residual.contiguous(),
+            weight,
+            out,
+            total,
+            heads,
+            size,
+            shaped.stride(0),
+            shaped.stride(1),
+            eps,
+            add=residual is not None,
+            block=triton.next_power_of_2(size),
+        )
+    return out, total
+
+
+@triton.jit
+def _rms_norm(
+    x, residual, weight, out, total, heads, size, stride_token, stride_head, eps, add: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < size
+    value = tl.load(x + row // heads * stride_token + row % heads * stride_head + column, mask=inside, other=0.0)
+    if add:
+        added = tl.load(residual + row * size + column, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+        tl.store(total + row * size + column, value, mask=inside)
+    wide = value.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, (gain * _rounded(scaled, value)).to(value.dtype), mask=inside)
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [n, heads, head_dim] and k [n, kv_heads, head_dim] in one launch. Counterpart: workers.rope.rotate, twice."""
+    cos, sin = rotary
+    tokens, q_heads, head_dim = q.shape
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if tokens:
+        _rotate[(tokens, q_heads + k.shape[1])](
+            q,
+            k,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            q_heads,
+            k.shape[1],
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            cos.stride(0),
+            half=head_dim // 2,
+            block=triton.next_power_of_2(head_dim // 2),
+        )
+    return q_out, k_out
+
+
+@triton.jit
+def _rotate(
+    q,
+    k,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    q_heads,
+    k_heads,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    angle_token,
+    half: tl.constexpr,
+    block: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, block)
+    inside = column < half
+    if head < q_heads:
+        source, target = q + token * q_token + head * q_head, q_out + (token * q_heads + head) * 2 * half
+    else:
+        source = k + token * k_token + (head - q_heads) * k_head
+        target = k_out + (token * k_heads + head - q_heads) * 2 * half
+    loaded = tl.load(source + column, mask=inside, other=0.0)
+    first, second = loaded.to(tl.float32), tl.load(source + half + column, mask=inside, other=0.0).to(tl.float32)
+    # Both halves of an angle row are equal.
+    c = tl.load(cos + token * angle_token + column, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * angle_token + column, mask=inside, other=0.0).to(tl.float32)
+    left = _rounded(first * c, loaded) - _rounded(second * s, loaded)
+    right = _rounded(second * c, loaded) + _rounded(first * s, loaded)
+    tl.store(target + column, left.to(loaded.dtype), mask=inside)
+    tl.store(target + half + column, right.to(loaded.dtype), mask=inside)
+
+
+def silu_multiply(x: torch.Tensor) -> torch.Tensor:
+    """x [n, 2 * m], contiguous: gates, then what they let through -> [n, m]. Counterpart: F.silu(gate) * up."""
+    tokens, width = x.shape
+    size = width // 2
+    out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
+    if tokens:
+        _silu_multiply[(tokens, triton.cdiv(size, 1024))](x, out, size, block=1024)
+    return out
+
+
+@triton.jit
+def _silu_multiply(x, out, size, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0)
+    up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    opened = _rounded(wide / (1.0 + tl.exp(-wide)), gate)
+    tl.store(out + row * size + column, (opened * up).to(gate.dtype), mask=inside)
+
+
+def gumbel_noise(high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[n, ids] fp32 in one launch, for keys [n] int64 each, on the host. Counterpart: workers.sampler.gumbel_noise."""
+    noise = torch.empty(len(high), len(ids), dtype=torch.float32, device=ids.device)
+    if noise.numel():
+        high, low = (to_device(keys.numpy(), ids.device) for keys in (high, low))
+        _gumbel[(len(high), triton.cdiv(len(ids), _NOISE_BLOCK))](noise, high, low, ids, len(ids), block=_NOISE_BLOCK)
+    return noise
+
+
+@triton.jit
+def _mix32(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(noise, high, low, ids, count, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < count
+    token = tl.load(ids + column, mask=inside, other=0).to(tl.uint32)
+    x = _mix32(token * 0x9E3779B1 + tl.load(high + row).to(tl.uint32))
+    x = _mix32(x ^ tl.load(low + row).to(tl.uint32))
+    uniform = (x.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    tl.store(noise + row * count + column, (-tl.log(-tl.log(uniform))).to(tl.float32), mask=inside)
