@@ -1,12 +1,25 @@
 """Quadriga: tensor-parallel LLM inference on Ray.
 
-from quadriga import LLM, SamplingParams
+from quadriga import LLM, Client, SamplingParams
 """
 
-from driver.llm import LLM, Completion, Increment, Stream
+from driver.handle import Client
+from driver.llm import LLM, Stream
+from driver.results import Completion, Increment
+from driver.wire import Overloaded, ServiceUnavailable
 from scheduler.params import InvalidRequest, SamplingParams
 
-__all__ = ["LLM", "Completion", "Increment", "InvalidRequest", "SamplingParams", "Stream"]
+__all__ = [
+    "LLM",
+    "Client",
+    "Completion",
+    "Increment",
+    "InvalidRequest",
+    "Overloaded",
+    "SamplingParams",
+    "ServiceUnavailable",
+    "Stream",
+]
 
 if __name__ == "__main__":
     from driver.cli import main

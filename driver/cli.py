@@ -1,4 +1,4 @@
-"""The command line: `quadriga generate`, also as `python -m quadriga`."""
+"""The command line: `quadriga generate`, `serve` and `simulate`, also as `python -m quadriga`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import signal
 import sys
 from typing import NoReturn
 
-from driver import generate, options
+from driver import generate, options, serve, simulate
 from driver.engine import EngineDead
 from driver.errors import is_input_fault
 from driver.executor import WorkerFailed
+from driver.wire import ServiceUnavailable
 from scheduler.params import DEFAULT_MAX_TOKENS
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         # Whoever read our output has left; nothing may be written to it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except (WorkerFailed, EngineDead) as error:
+    except (WorkerFailed, EngineDead, ServiceUnavailable) as error:
         print(f"quadriga: {error}", file=sys.stderr)
         return EXIT_FAILED
     except ValueError as error:
@@ -69,13 +70,41 @@ def _parser() -> argparse.ArgumentParser:
     _add_prompts(command)
     _add_sampling(command)
     options.add_engine_options(command)
-    command.add_argument(
+    _add_output(command)
+    command = commands.add_parser(
+        "serve",
+        help="start a service for handles and HTTP",
+        description="Start a service on a Ray cluster, or in this process with --executor inline, and answer until "
+        "SIGTERM or SIGINT; see docs/serving.md.",
+        formatter_class=_HelpFormatter,
+    )
+    command.set_defaults(run=serve.run)
+    serve.add_options(command)
+    options.add_engine_options(command)
+    _add_log_level(command)
+    command = commands.add_parser(
+        "simulate",
+        help="calculate how a model would be served on other hardware",
+        description="Run the scheduler on a load and a device that are only calculated; see docs/simulate.md.",
+        formatter_class=_HelpFormatter,
+    )
+    command.set_defaults(run=simulate.run)
+    simulate.add_options(command)
+    _add_output(command)
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object a line and nothing else to standard output"
     )
-    command.add_argument(
+    _add_log_level(parser)
+
+
+def _add_log_level(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to standard error"
     )
-    return parser
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

@@ -51,8 +51,12 @@ class Cluster:
 
     def bundle(self, device: str) -> dict[str, float]:
         """The resources of one rank's place. In a private cluster, where only ranks run, they may share cores."""
-        own = {_RANK: 1.0} if self.private else {"CPU": 1.0}
+        own = {_RANK: 1.0} if self._has_rank_places() else {"CPU": 1.0}
         return {"GPU": 1.0, **own} if device == "cuda" else own
+
+    def _has_rank_places(self) -> bool:
+        """Whether the cluster is a private one, of this process or of the one that started the driver."""
+        return self.private or _RANK in ray.cluster_resources()
 
     def close(self) -> None:
         """Gives up the share. A cluster that was started here ends with the last one, and its folder goes."""

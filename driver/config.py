@@ -49,6 +49,7 @@ class EngineConfig:
     num_kv_blocks: exact number of KV blocks instead.
     gpu_memory_utilization: share of each GPU's memory to use, in (0, 1].
     trace_steps: a file for a record of every step, as JSON lines; see driver.trace.StepTrace.
+    service_name: of the service that the engine belongs to; what an earlier driver of that name left is cleared away.
     ray_address: a Ray cluster's address, `local` for a private one, or `auto` for a running one, else a private one.
     start_timeout_seconds: how long to wait for devices and for the ranks to meet.
     step_timeout_seconds: how long one step may take before the engine gives up.
@@ -80,6 +81,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     trace_steps: str | None = None
+    service_name: str | None = None
     ray_address: str = "auto"
     start_timeout_seconds: float = 120.0
     step_timeout_seconds: float = 600.0

@@ -135,6 +135,11 @@ class Engine:
 
     # ---- for any thread
 
+    @property
+    def dead(self) -> Exception | None:
+        """Why the engine has stopped, or None while it runs."""
+        return self._dead
+
     def submit(self, request: Request, text: TextStream, sink: Sink) -> None:
         """Hands over a request. Its sink is called from the engine's thread. Raises EngineDead."""
         self._command(lambda: self._add(_Live(request, text, sink)))

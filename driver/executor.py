@@ -11,6 +11,12 @@ from driver.config import ConfigError
 from scheduler.frame import StepResult, decode_result
 from workers.spec import WorkerReady, WorkerSpec
 
+OnShare = Callable[[float], None]
+
+
+def ignore_share(share: float) -> None:
+    """For those who show no progress."""
+
 
 class WorkerFailed(RuntimeError):
     """A rank died, raised or fell silent; the message names rank and cause."""
@@ -24,8 +30,11 @@ class Executor(Protocol):
 
     device: str
 
-    def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
-        """Brings up one rank per spec. Raises the worker's own error when one cannot start."""
+    def start(self, specs: Sequence[WorkerSpec], on_share: OnShare = ignore_share) -> list[WorkerReady]:
+        """Brings up one rank per spec; on_share is told how much of the weights is loaded, in [0, 1].
+
+        Raises the worker's own error when one cannot start.
+        """
 
     def publish(self, frame: bytes) -> None:
         """Sends a plan to every rank without waiting. Raises WorkerFailed when a rank is gone."""
@@ -50,12 +59,12 @@ class InlineExecutor:
         self._news: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
+    def start(self, specs: Sequence[WorkerSpec], on_share: OnShare = ignore_share) -> list[WorkerReady]:
         from workers.worker import Worker
 
         (spec,) = specs
         worker = Worker(spec)
-        ready = worker.start(None, "127.0.0.1", ranks_here=1)
+        ready = worker.start(None, "127.0.0.1", ranks_here=1, on_share=on_share)
         self._thread = threading.Thread(target=self._serve, args=(worker.serve,), name="quadriga-worker", daemon=True)
         self._thread.start()
         return [ready]

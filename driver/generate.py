@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from driver.llm import LLM, Completion, Prompt
+from driver.llm import LLM
 from driver.options import engine_options
+from driver.results import Completion, Prompt
 from scheduler.params import InvalidRequest, SamplingParams
 
 logger = logging.getLogger("quadriga.generate")

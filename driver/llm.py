@@ -5,79 +5,24 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from driver.config import EngineConfig
-from driver.engine import Engine, EngineDead, Update
+from driver.engine import Engine, EngineDead, Sink, Update
+from driver.intake import Intake, paired
+from driver.results import Completion, Increment, Prompt
 from driver.setup import Model, Phases, read_model, start_engine
 from driver.text import TextStream
-from scheduler.params import DEFAULT_MAX_TOKENS, InvalidRequest, SamplingParams
+from scheduler.params import InvalidRequest, SamplingParams
 from scheduler.request import Request
 from workers.spec import WorkerReady
 
 logger = logging.getLogger("quadriga")
-
-Prompt = str | Sequence[int]
-_BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but no token ids
-
-
-@dataclass(slots=True)
-class Completion:
-    """One request's result.
-
-    finish_reason: "stop" (end token or stop string, named by stop_reason), "length", "abort", or "error".
-    cached_tokens: prompt tokens that the prefix cache had.
-    error: why the request failed; None otherwise.
-    ttft_s: seconds from submission to the first token. mean_tbt_s: mean seconds between tokens. None without tokens.
-    """
-
-    prompt: str | None = None
-    prompt_token_ids: list[int] = field(default_factory=list)
-    output_token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    cached_tokens: int = 0
-    error: Exception | None = None
-    submitted: float = 0.0
-    token_times: list[float] = field(default_factory=list, repr=False)
-
-    @property
-    def ttft_s(self) -> float | None:
-        return self.token_times[0] - self.submitted if self.token_times else None
-
-    @property
-    def mean_tbt_s(self) -> float | None:
-        times = self.token_times
-        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
-
-    def take(self, update: Update) -> None:
-        self.text += update.text
-        self.output_token_ids += update.token_ids
-        self.token_times += [update.at] * len(update.token_ids)
-        self.finish_reason, self.stop_reason, self.error = update.finish_reason, update.stop_reason, update.error
-        self.cached_tokens = update.cached_tokens
-
-    def fail(self, error: Exception) -> None:
-        self.finish_reason, self.error = "error", error
-
-
-@dataclass(frozen=True, slots=True)
-class Increment:
-    """A piece of a stream; finish_reason is set in the last one."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None = None
 
 
 class Stream:
@@ -134,6 +79,7 @@ class LLM:
         self._closed = False
         with self.phases.phase("model files"):
             self.model: Model = read_model(self.config)
+        self._intake = Intake(self.model)
         if start:
             self.start()
 
@@ -145,6 +91,8 @@ class LLM:
             raise EngineDead("this LLM is closed")
         if self._engine is None:
             self._engine, self.workers = start_engine(self.config, self.model, self.phases)
+            pool = self._engine.scheduler.pool
+            self._intake.kv_tokens = pool.num_blocks * pool.block_size
             # Also runs when the LLM is dropped or the interpreter ends without `close`.
             self._shut_down = weakref.finalize(self, _shut_down, self._engine)
         return self
@@ -175,17 +123,13 @@ class LLM:
         order. Raises InvalidRequest for a single bad prompt; in a list, the bad one's Completion carries the error
         and the others are unaffected. Raises WorkerFailed or EngineDead when the engine fails.
         """
-        if _is_prompt(prompts):
-            completion = self._run([prompts], [_single(params)], use_tqdm=False)[0]
-            if completion.error is not None:
-                raise completion.error
-            return completion
-        if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
-            raise InvalidRequest(f"prompts must be a string, token ids, or a list of those, got {prompts!r}")
-        many = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(many) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts came with {len(many)} sampling parameters")
-        return self._run(prompts, many, use_tqdm)
+        prompts, params, single = paired(prompts, params)
+        completions = self._run(prompts, params, use_tqdm and not single)
+        if not single:
+            return completions
+        if completions[0].error is not None:
+            raise completions[0].error
+        return completions[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Iterates over a completion piece by piece. Closing the stream early, or dropping it, aborts the request.
@@ -193,8 +137,8 @@ class LLM:
         Raises InvalidRequest at once for a bad prompt; WorkerFailed or EngineDead when the engine fails.
         """
         self.start()
-        completion, request = self._prepare(prompt, params or SamplingParams())
-        return Stream(request.id, self._submit([(completion, request)]), self._abort)
+        request = self.prepare(prompt, params or SamplingParams())
+        return Stream(request.id, self._submit([request]), self._abort)
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Completes a conversation of {"role", "content"} messages, laid out by the model's chat template."""
@@ -202,7 +146,7 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation. Raises InvalidRequest when the model has no tokenizer or template."""
-        return self._tokenizer("a chat").encode_chat(messages)
+        return self._intake.tokenizer("a chat").encode_chat(messages)
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: steps, tokens by kind, preemptions, and frame counts and sizes in bytes."""
@@ -217,24 +161,64 @@ class LLM:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises InvalidRequest when this request could not be served, without starting anything."""
-        self._prepare(prompt, params)
+        self.prepare(prompt, params)
+
+    # ---- for a service
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, produced: Sequence[int] = ()) -> Request:
+        """A checked request; see Intake.prepare."""
+        return self._intake.prepare(f"r{next(self._ids)}", prompt, params, produced)
+
+    def submit(self, request: Request, sink: Sink, text: TextStream | None = None) -> None:
+        """Hands a prepared request to the engine, whose thread calls the sink. Raises EngineDead.
+
+        text: its output text so far, where the request goes on behind tokens that it has produced before.
+        """
+        self._engine.submit(request, text or self._intake.text_stream(request), sink)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine has stopped, or None while it runs."""
+        return None if self._engine is None else self._engine.dead
+
+    @property
+    def max_running(self) -> int:
+        """Requests that can run at once."""
+        return self._engine.scheduler.limits.num_rows
+
+    def load(self) -> tuple[int, int]:
+        """Requests running and waiting now."""
+        scheduler = self._engine.scheduler
+        return len(scheduler.running), len(scheduler.waiting)
+
+    def text_stream(self, request: Request) -> TextStream:
+        return self._intake.text_stream(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; one that has ended already is left alone."""
+        if self._engine is not None:
+            self._engine.abort(request_id)
 
     # ---- pieces
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], use_tqdm: bool) -> list[Completion]:
         self.start()
         completions: list[Completion] = []
-        accepted: list[tuple[Completion, Request]] = []
+        by_id: dict[str, Completion] = {}
+        requests: list[Request] = []
         for prompt, one in zip(prompts, params, strict=True):
-            try:
-                completion, request = self._prepare(prompt, one)
-                accepted.append((completion, request))
-            except InvalidRequest as error:
-                completion = Completion(prompt if isinstance(prompt, str) else None)
-                completion.fail(error)
+            completion = Completion(prompt if isinstance(prompt, str) else None)
             completions.append(completion)
-        updates = self._submit(accepted)
-        by_id = {request.id: completion for completion, request in accepted}
+            try:
+                request = self.prepare(prompt, one)
+            except InvalidRequest as error:
+                completion.fail(error)
+                continue
+            completion.prompt_token_ids = list(request.tokens)
+            completion.submitted = time.perf_counter()
+            requests.append(request)
+            by_id[request.id] = completion
+        updates = self._submit(requests)
         try:
             with tqdm(total=len(by_id), unit="request", disable=not use_tqdm or len(by_id) < 2) as bar:
                 left = len(by_id)
@@ -252,101 +236,17 @@ class LLM:
                 raise completion.error
         return completions
 
-    def _submit(self, accepted: Sequence[tuple[Completion, Request]]) -> queue.SimpleQueue[Update]:
-        engine = self._engine
+    def _submit(self, requests: Sequence[Request]) -> queue.SimpleQueue[Update]:
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        decode = self.model.tokenizer.decode if self.model.tokenizer else None
-        for completion, request in accepted:
-            completion.submitted = time.perf_counter()
-            engine.submit(request, TextStream(decode, request.params.stop), updates.put)
+        for request in requests:
+            self.submit(request, updates.put)
         return updates
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        if self._engine is not None:
-            for request_id in request_ids:
-                self._engine.abort(request_id)
-
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[Completion, Request]:
-        """Checks a prompt and makes its request. Raises InvalidRequest, naming value and limit."""
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
-        ids = self._tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
-        token_ids = _checked_ids(ids, self.model.arch.vocab_size)
-        room = self.model.max_model_len - len(token_ids)
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty: 0 tokens, at least 1 is needed")
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens; with at least one new token that is more than the "
-                f"context length of {self.model.max_model_len}"
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise InvalidRequest(
-                f"max_tokens {params.max_tokens} is more than the {room} tokens left after a prompt of "
-                f"{len(token_ids)} in a context length of {self.model.max_model_len}"
-            )
-        if params.stop and self.model.tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer, and this model folder has none")
-        end = frozenset() if params.ignore_eos else self.model.end_token_ids
-        request = Request(
-            id=f"r{next(self._ids)}",
-            tokens=token_ids,
-            params=params,
-            max_tokens=params.max_tokens or min(room, self._cache_room(len(token_ids)), DEFAULT_MAX_TOKENS),
-            stop_ids=end | frozenset(params.stop_token_ids),
-            seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
-        )
-        return Completion(prompt if isinstance(prompt, str) else None, list(token_ids)), request
-
-    def _cache_room(self, num_prompt: int) -> int:
-        """New tokens that the KV cache could hold after a prompt; at least 1, and unlimited before it exists."""
-        if self._engine is None:
-            return self.model.max_model_len
-        pool = self._engine.scheduler.pool
-        return max(1, pool.num_blocks * pool.block_size + 1 - num_prompt)
-
-    def _tokenizer(self, what: str) -> Any:
-        if self.model.tokenizer is None:
-            raise InvalidRequest(f"{what} needs a tokenizer, and {self.model.folder} has none; send token ids")
-        return self.model.tokenizer
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.abort(request_id)
 
 
 def _shut_down(engine: Engine) -> None:
     engine.close()
     engine.executor.close()
-
-
-def _is_prompt(value: Any) -> bool:
-    """A string, or a non-empty sequence of integers."""
-    if isinstance(value, str):
-        return True
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, _BYTES)
-        and len(value) > 0
-        and all(isinstance(item, Integral) for item in value)
-    )
-
-
-def _single(params: Any) -> SamplingParams:
-    if isinstance(params, Sequence):
-        if len(params) != 1:
-            raise InvalidRequest(f"1 prompt came with {len(params)} sampling parameters")
-        return params[0]
-    return params or SamplingParams()
-
-
-def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES):
-        raise InvalidRequest(f"a prompt must be a string or a list of token ids, got {prompt!r}")
-    ids = []
-    for position, item in enumerate(prompt):
-        if isinstance(item, bool) or not isinstance(item, Integral):
-            raise InvalidRequest(f"token id at position {position} must be an integer, got {item!r}")
-        token_id = int(item)
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"token id {token_id} at position {position} is outside the vocabulary of {vocab_size}"
-            )
-        ids.append(token_id)
-    return ids

@@ -22,6 +22,67 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--executor", choices=EXECUTORS, default="auto", help="auto: inline for one rank, else ray")
     group.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU")
     group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the model's own")
+    add_scheduling_options(group)
+    group.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share computed KV blocks among requests with equal beginnings",
+    )
+    group.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        metavar="GIB",
+        help="memory of each rank's KV cache in GiB; not given: 2 on cpu, what is left on cuda",
+    )
+    group.add_argument("--num-kv-blocks", type=int, metavar="N", help="exact number of KV blocks instead")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=defaults["gpu_memory_utilization"].default,
+        metavar="F",
+        help="share of each GPU's memory to use, (0, 1]",
+    )
+    group.add_argument(
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="auto, flash_attn or torch_flash (both cuda), or reference",
+    )
+    group.add_argument(
+        "--attention-calls",
+        choices=ATTENTION_CALLS,
+        default="auto",
+        help="prefill and decode rows of a step in one call of the attention backend or in two",
+    )
+    group.add_argument(
+        "--enforce-eager", action="store_true", help="launch every step anew instead of replaying captured CUDA graphs"
+    )
+    group.add_argument(
+        "--fused-kernels",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the Triton kernels on cuda, where Triton is installed",
+    )
+    group.add_argument("--trace-steps", metavar="FILE", help="write a record of every step, as JSON lines")
+    group.add_argument(
+        "--ray-address",
+        default="auto",
+        metavar="ADDRESS",
+        help="a Ray cluster to join, or local for a private one; auto: a running one, else private",
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=float,
+        default=defaults["start_timeout_seconds"].default,
+        metavar="S",
+        help="seconds to wait for devices and ranks",
+    )
+
+
+def add_scheduling_options(group: argparse._ArgumentGroup) -> None:
+    """Those that decide what a step holds; the simulator has them too."""
+    defaults = EngineConfig.__dataclass_fields__
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
@@ -65,12 +126,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="tokens of one prompt in a step while others could use the rest; 0 means any number",
     )
     group.add_argument(
-        "--prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share computed KV blocks among requests with equal beginnings",
-    )
-    group.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
@@ -83,60 +138,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="tokens per KV block; not given: the attention backend's choice (256 for FlashAttention 2, 16 on cpu)",
     )
     group.add_argument(
-        "--kv-cache-gib",
-        type=float,
-        metavar="GIB",
-        help="memory of each rank's KV cache in GiB; not given: 2 on cpu, what is left on cuda",
-    )
-    group.add_argument("--num-kv-blocks", type=int, metavar="N", help="exact number of KV blocks instead")
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=defaults["gpu_memory_utilization"].default,
-        metavar="F",
-        help="share of each GPU's memory to use, (0, 1]",
-    )
-    group.add_argument(
-        "--attention-backend",
-        default="auto",
-        metavar="NAME",
-        help="auto, flash_attn or torch_flash (both cuda), or reference",
-    )
-    group.add_argument(
-        "--attention-calls",
-        choices=ATTENTION_CALLS,
-        default="auto",
-        help="prefill and decode rows of a step in one call of the attention backend or in two",
-    )
-    group.add_argument(
-        "--enforce-eager", action="store_true", help="launch every step anew instead of replaying captured CUDA graphs"
-    )
-    group.add_argument(
-        "--fused-kernels",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use the Triton kernels on cuda, where Triton is installed",
-    )
-    group.add_argument(
         "--async-depth",
         type=int,
         default=defaults["async_depth"].default,
         metavar="N",
         help=f"steps in flight at once, 0 to {MAX_ASYNC_DEPTH}; 0 waits for each",
-    )
-    group.add_argument("--trace-steps", metavar="FILE", help="write a record of every step, as JSON lines")
-    group.add_argument(
-        "--ray-address",
-        default="auto",
-        metavar="ADDRESS",
-        help="a Ray cluster to join, or local for a private one; auto: a running one, else private",
-    )
-    group.add_argument(
-        "--start-timeout",
-        type=float,
-        default=defaults["start_timeout_seconds"].default,
-        metavar="S",
-        help="seconds to wait for devices and ranks",
     )
 
 

@@ -104,9 +104,7 @@ def profile_steps(
     profile = StepProfile(executor, limits, BlockPool(num_blocks, block_size), timeout_seconds)
     profile.run(max_model_len)
     model = StepTimeModel()
-    for work, seconds in profile.steps:
-        model.observe(work, seconds)
-    model.fit()
+    model.learn(profile.steps)
     if model.costs is None:
         logger.warning("only %d steps could be profiled; the token budget is fitted while it runs", len(profile.steps))
     else:

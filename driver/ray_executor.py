@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from driver.cluster import Cluster, describe_nodes
 from driver.config import ConfigError
 from driver.errors import is_input_fault
-from driver.executor import WorkerFailed
+from driver.executor import OnShare, WorkerFailed, ignore_share
 from parallel.channel import ChannelClosed, DriverChannel
 from scheduler.frame import StepResult, decode_result
 from workers.spec import WorkerReady, WorkerSpec
@@ -29,8 +29,11 @@ LOOPBACK = "127.0.0.1"
 class RayExecutor:
     """Joins or starts a Ray cluster when made; `close` undoes what it started and nothing else."""
 
-    def __init__(self, address: str, device: str, size: int, timeout_seconds: float) -> None:
-        """address, device: as in EngineConfig. Raises ConfigError when they cannot be had."""
+    def __init__(
+        self, address: str, device: str, size: int, timeout_seconds: float, service_name: str | None = None
+    ) -> None:
+        """address, device, service_name: as in EngineConfig. Raises ConfigError when they cannot be had."""
+        self._group_name = f"quadriga-{service_name}" if service_name else ""
         self._timeout = timeout_seconds
         self._cluster = Cluster(address, size)
         try:
@@ -46,7 +49,7 @@ class RayExecutor:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def start(self, specs: Sequence[WorkerSpec]) -> list[WorkerReady]:
+    def start(self, specs: Sequence[WorkerSpec], on_share: OnShare = ignore_share) -> list[WorkerReady]:
         deadline = time.monotonic() + self._timeout
         self._group = self._place(specs)
         self._actors = [self._make_actor(spec) for spec in specs]
@@ -61,7 +64,7 @@ class RayExecutor:
             actor.start.remote(store_host, store_port, host, hosts.count(host))
             for actor, host in zip(self._actors, hosts, strict=True)
         ]
-        ready = self._all(calls, None, "loading the model")
+        ready = self._all(calls, None, "loading the model", lambda: on_share(self._loaded()))
         self._connect(one_host and ips[0] == ray.util.get_node_ip_address(), deadline)
         return ready
 
@@ -101,7 +104,9 @@ class RayExecutor:
         """Reserves the ranks' devices, packed on as few nodes as possible. Raises ConfigError when they are not to
         be had in time, saying what was asked for and what there is."""
         bundle = self._cluster.bundle(self.device)
-        group = placement_group([dict(bundle) for _ in specs], strategy="PACK")
+        if self._group_name:
+            _remove_left_over(self._group_name)
+        group = placement_group([dict(bundle) for _ in specs], strategy="PACK", name=self._group_name)
         patience = min(3.0, self._timeout)
         if group.wait(patience):
             return group
@@ -124,8 +129,9 @@ class RayExecutor:
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,
             "max_restarts": 0,
+            "concurrency_groups": {"watch": 1},
         }
-        return ray.remote(WorkerActor).options(scheduling_strategy=strategy, **options).remote(spec)
+        return ray.remote(**options)(WorkerActor).options(scheduling_strategy=strategy).remote(spec)
 
     def _connect(self, same_host: bool, deadline: float) -> None:
         """Opens the step channel and waits until every rank has shown itself."""
@@ -163,12 +169,27 @@ class RayExecutor:
                 self._channel.wake()
             return
 
-    def _all(self, refs: list[Any], deadline: float | None, what: str) -> list[Any]:
-        """All results; the first error wins over ranks that still wait for it. deadline: monotonic, None for none."""
+    def _loaded(self) -> float:
+        """How much of the weights the slowest rank has loaded, in [0, 1]."""
+        try:
+            return min(ray.get([actor.loaded.remote() for actor in self._actors], timeout=1.0))
+        except RayError:
+            return 0.0  # whatever is wrong with a rank, its `start` tells
+
+    def _all(
+        self, refs: list[Any], deadline: float | None, what: str, meanwhile: Callable[[], None] | None = None
+    ) -> list[Any]:
+        """All results; the first error wins over ranks that still wait for it. deadline: monotonic, None for none.
+
+        meanwhile: called a few times a second.
+        """
         waiting = list(refs)
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=0.3 if meanwhile else left)
+            if not done and meanwhile:
+                meanwhile()
+                continue
             rank = refs.index(done[0]) if done else -1
             if not done:
                 raise WorkerFailed(f"{what} took longer than {self._timeout:g} s on rank {refs.index(waiting[0])}")
@@ -205,6 +226,14 @@ def _pick_device(wanted: str, size: int) -> str:
             f"tensor_parallel_size {size} needs {size} GPUs, but the Ray cluster has {gpus}: {describe_nodes()}"
         )
     return "cuda"
+
+
+def _remove_left_over(name: str) -> None:
+    """Removes the places of a driver that ended without doing so: its successor could not have them otherwise."""
+    try:
+        remove_placement_group(ray.util.get_placement_group(name))
+    except ValueError:
+        return  # nothing was left
 
 
 def _resources(bundle: dict[str, float]) -> str:

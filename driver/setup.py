@@ -46,10 +46,14 @@ class Model:
 
 @dataclass(slots=True)
 class Phases:
-    """Names and durations in seconds of the start's phases, in order. on_begin is told each name as it begins."""
+    """Names and durations in seconds of the start's phases, in order.
+
+    on_begin is told each name as it begins, on_share how much of the phase is done, in [0, 1], where that is known.
+    """
 
     times: dict[str, float] = field(default_factory=dict)
     on_begin: Callable[[str], None] = lambda name: None
+    on_share: Callable[[float], None] = lambda share: None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -94,7 +98,7 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
     try:
         limits = config.limits(executor.device, model.max_model_len)
         with phases.phase("weights and cache"):
-            ready = executor.start(worker_specs(config, model, limits, executor))
+            ready = executor.start(worker_specs(config, model, limits, executor), phases.on_share)
         config = replace(config, block_size=ready[0].block_size)
         _report(model, ready, config.block_size)
         if config.target_tbt_ms is None:
@@ -140,7 +144,8 @@ def make_executor(config: EngineConfig) -> Executor:
         return InlineExecutor(config.device)
     from driver.ray_executor import RayExecutor  # importing ray takes most of a second, for nothing when inline
 
-    return RayExecutor(config.ray_address, config.device, config.tensor_parallel_size, config.start_timeout_seconds)
+    size, timeout = config.tensor_parallel_size, config.start_timeout_seconds
+    return RayExecutor(config.ray_address, config.device, size, timeout, config.service_name)
 
 
 def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: Executor) -> list[WorkerSpec]:

@@ -33,7 +33,7 @@ class ChannelClosed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """Where a rank connects, and what proves that it may. Keys are set for TCP only."""
+    """Where to connect, and what proves that one may. The key is set for TCP only."""
 
     url: str
     token: bytes
@@ -49,11 +49,37 @@ class Message:
     body: bytes
 
 
+def bind(socket: zmq.Socket, host: str | None) -> ChannelAddress:
+    """Makes a socket listen: on TCP at `host`, encrypted, or on an abstract Unix socket when that is None.
+
+    The address is to be handed out on a trusted way; whoever connects must show its token.
+    """
+    token = secrets.token_bytes(32)
+    if host is None:
+        url = f"ipc://@quadriga-{secrets.token_hex(16)}"
+        socket.bind(url)
+        return ChannelAddress(url, token)
+    public_key, secret_key = zmq.curve_keypair()
+    socket.curve_server = True
+    socket.curve_secretkey = secret_key
+    socket.curve_publickey = public_key
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return ChannelAddress(f"tcp://{host}:{port}", token, public_key)
+
+
+def connect(socket: zmq.Socket, address: ChannelAddress) -> None:
+    """Connects a socket to what `bind` made."""
+    if address.server_key is not None:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = address.server_key
+    socket.connect(address.url)
+
+
 class DriverChannel:
     """The driver's end. `publish` and `receive` belong to one thread; `wake` may be called from any."""
 
     def __init__(self, size: int, host: str | None = None) -> None:
-        """host: address to bind for ranks on other hosts; None when all ranks share this one."""
+        """host: as in `bind`, for ranks on other hosts."""
         self.size = size
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -64,19 +90,7 @@ class DriverChannel:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RESULT_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        token = secrets.token_bytes(32)
-        server_key = None
-        if host is None:
-            url = f"ipc://@quadriga-{secrets.token_hex(16)}"
-            self._socket.bind(url)
-        else:
-            server_key, secret_key = zmq.curve_keypair()
-            self._socket.curve_server = True
-            self._socket.curve_secretkey = secret_key
-            self._socket.curve_publickey = server_key
-            port = self._socket.bind_to_random_port(f"tcp://{host}")
-            url = f"tcp://{host}:{port}"
-        self.address = ChannelAddress(url, token, server_key)
+        self.address = bind(self._socket, host)
         self._peers: dict[int, bytes] = {}
         self._ranks: dict[bytes, int] = {}
         self._wake_read, self._wake_write = os.pipe()
@@ -162,15 +176,10 @@ class WorkerChannel:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        if address.server_key is not None:
-            public_key, secret_key = zmq.curve_keypair()
-            self._socket.curve_publickey = public_key
-            self._socket.curve_secretkey = secret_key
-            self._socket.curve_serverkey = address.server_key
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._connect_deadline: float | None = time.monotonic() + CONNECT_SECONDS
         self._lost = False
-        self._socket.connect(address.url)
+        connect(self._socket, address)
         self._socket.send_multipart([b"hello", address.token + b":%d" % rank])
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

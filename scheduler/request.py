@@ -34,6 +34,7 @@ class Request:
     stop_ids: token ids that end it, the model's end tokens included unless they are ignored.
     seed: 64-bit key of its random numbers.
     order: its place among requests, given by the scheduler; smaller is served first.
+    num_prompt: how many of `tokens` are the prompt; None means all of them. The others are output of an earlier run.
     cached_tokens: prompt tokens whose keys and values the prefix cache had when it first started.
     """
 
@@ -43,9 +44,9 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int]
     seed: int
+    num_prompt: int | None = None
 
     order: tuple[float, int] = field(default=(0.0, 0), init=False)
-    num_prompt: int = field(init=False)
     phase: Phase = field(default=Phase.WAITING, init=False)
     row: int = field(default=-1, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
@@ -60,7 +61,8 @@ class Request:
     preemptions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
+        if self.num_prompt is None:
+            self.num_prompt = len(self.tokens)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -15,6 +15,7 @@ remembered, a few of each, so that an hour of pure decoding does not wipe out wh
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,6 +119,12 @@ class StepTimeModel:
         self._seconds_since_fit += seconds
         if self._steps_since_fit >= STEPS_PER_FIT or self._seconds_since_fit >= SECONDS_PER_FIT:
             self.fit()
+
+    def learn(self, samples: Iterable[tuple[StepWork, float]]) -> None:
+        """Learns from a profile: all of its steps together, so that no kind of step is taken for a hiccup."""
+        for work, seconds in samples:
+            self._remember(work, seconds)
+        self.fit()
 
     def fit(self) -> None:
         """Fits the costs to the remembered steps, twice, the second time without those that the first finds odd."""

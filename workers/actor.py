@@ -24,6 +24,7 @@ class WorkerActor:
         self.spec = spec
         self.worker: Worker | None = None
         self._store: Any = None
+        self._share = 0.0
 
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
@@ -43,7 +44,15 @@ class WorkerActor:
         self.worker = Worker(self.spec)
         if self._store is None and store_host is not None:
             self._store = join_store(store_host, store_port, self.spec.size, self.spec.start_timeout_seconds)
-        return self.worker.start(self._store, node_ip, ranks_here)
+        return self.worker.start(self._store, node_ip, ranks_here, self._set_share)
+
+    @ray.method(concurrency_group="watch")
+    def loaded(self) -> float:
+        """How much of the weights is loaded, in [0, 1]; answered while `start` runs."""
+        return self._share
+
+    def _set_share(self, share: float) -> None:
+        self._share = share
 
     def serve(self, address: ChannelAddress) -> None:
         """Carries out plans until the driver says goodbye. Ends the process when the driver is simply gone."""

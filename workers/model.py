@@ -6,6 +6,7 @@ lie flat, whatever request they belong to, and only attention knows about reques
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -50,7 +51,7 @@ def make_shard(
     device: torch.device,
     kernels: ModuleType | None = None,
 ) -> Shard:
-    """kernels: the module workers.kernels, to compute with its fused kernels."""
+    """kernels: the module workers.triton_kernels, to compute with its fused kernels."""
     return Shard(
         heads=shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank],
         mlp=deal_lanes(arch.intermediate_size, group.size)[group.rank],
@@ -186,11 +187,16 @@ class Decoder(nn.Module):
         tied = self.embed if arch.tie_word_embeddings else None
         self.head = ParallelHead("lm_head", arch.vocab_size, shard.vocab, arch.hidden_size, tied, *placement)
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Every part reads its own slices. Raises CheckpointError for tensors missing, misshapen or left over."""
-        for part in self.modules():
-            if part is not self and hasattr(part, "load"):
-                part.load(checkpoint)
+    def load(self, checkpoint: Checkpoint, on_share: Callable[[float], None] | None = None) -> None:
+        """Every part reads its own slices. Raises CheckpointError for tensors missing, misshapen or left over.
+
+        on_share: told after each part how many of the parts are read, in [0, 1].
+        """
+        parts = [part for part in self.modules() if part is not self and hasattr(part, "load")]
+        for number, part in enumerate(parts, 1):
+            part.load(checkpoint)
+            if on_share:
+                on_share(number / len(parts))
         # A tied head may be stored twice, and old checkpoints carry their rotary frequencies.
         checkpoint.finish(ignorable=("rotary_emb.inv_freq", *(["lm_head.weight"] if self.head.tied else [])))
 

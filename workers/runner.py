@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -100,10 +101,10 @@ class ModelRunner:
         logger.log(logging.INFO if self.device.type == "cuda" else logging.DEBUG, "no CUDA graphs: %s", refusal)
         return None
 
-    def load(self, folder: Path) -> int:
-        """Reads this rank's slices of the weights. Returns their size in bytes."""
+    def load(self, folder: Path, on_share: Callable[[float], None] | None = None) -> int:
+        """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
-            self.model.load(checkpoint)
+            self.model.load(checkpoint, on_share)
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
     def make_cache(self, num_blocks: int) -> int:
@@ -182,7 +183,7 @@ def _fused_kernels(device: torch.device, wanted: bool | None) -> ModuleType | No
     if wanted is False or (wanted is None and device.type != "cuda"):
         return None
     try:
-        from workers import kernels
+        from workers import triton_kernels as kernels
     except ImportError as error:
         if wanted:
             raise

@@ -36,7 +36,7 @@ class SamplingRows:
 class Sampler:
     """Every rank calls `sample` with its own logits and gets the same tokens.
 
-    kernels: the module workers.kernels, to make noise in one launch.
+    kernels: the module workers.triton_kernels, to make noise in one launch.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ class WorkerSpec:
 
     model: what the user named; each node resolves it to a folder of its own.
     device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
-    fused_kernels: compute with workers.kernels; None: on CUDA, where Triton is installed.
+    fused_kernels: compute with workers.triton_kernels; None: on CUDA, where Triton is installed.
     block_size: tokens per KV block, or None for what the attention backend likes best.
     kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.

@@ -6,6 +6,7 @@ import logging
 import resource
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -60,10 +61,12 @@ class Worker:
         self.runner: ModelRunner | None = None
         self._crcs: dict[int, int] = {}
 
-    def start(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> WorkerReady:
+    def start(
+        self, store: dist.Store | None, node_ip: str, ranks_here: int, on_share: Callable[[float], None] | None = None
+    ) -> WorkerReady:
         """Joins the group, loads the weights and reserves the cache. Returns what the driver needs to know.
 
-        ranks_here: ranks on this node; they share its CPU cores.
+        ranks_here: ranks on this node; they share its CPU cores. on_share: told how much of the weights is loaded.
 
         Raises UnsupportedModel, BackendError, BlocksDiffer, CheckpointError or GroupError.
         """
@@ -75,7 +78,7 @@ class Worker:
         folder = resolve_model(spec.model)
         self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
         self._agree_on_blocks()
-        weight_bytes = self.runner.load(folder)
+        weight_bytes = self.runner.load(folder, on_share)
         num_blocks = self.group.smallest(self._affordable_blocks(), self.device)
         cache_bytes = self.runner.make_cache(num_blocks)
         return WorkerReady(

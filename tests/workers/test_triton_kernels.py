@@ -11,7 +11,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="Triton is installed with the test extra")
 
 from scripts.gpu_check_parts import TINY, RandomWeights, generate, make_runner
-from workers import kernels
+from workers import triton_kernels as kernels
 from workers.rope import rotate
 from workers.sampler import gumbel_noise
 
