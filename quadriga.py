@@ -4,8 +4,8 @@ from quadriga import LLM, Client, SamplingParams
 """
 
 from driver.handle import Client
-from driver.llm import LLM, Stream
-from driver.results import Completion, Increment
+from driver.llm import LLM
+from driver.results import Completion, Increment, Stream, TokenLogprobs
 from driver.wire import Overloaded, ServiceUnavailable
 from scheduler.params import InvalidRequest, SamplingParams
 
@@ -19,6 +19,7 @@ __all__ = [
     "SamplingParams",
     "ServiceUnavailable",
     "Stream",
+    "TokenLogprobs",
 ]
 
 if __name__ == "__main__":

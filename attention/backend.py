@@ -17,12 +17,13 @@ __all__ = ("BACKENDS", "CALLS", "Backend", "BackendError", "HeadLayout", "make_b
 
 # Where each is defined. Imported when asked for, since some need packages that may be missing.
 _PLACES = {
+    "cpu": ("attention.cpu", "CpuBackend"),
     "flash_attn": ("attention.flash", "FlashAttnBackend"),
     "torch_flash": ("attention.torch_flash", "TorchFlashBackend"),
     "reference": ("attention.reference", "ReferenceBackend"),
 }
 # What `auto` tries, best first.
-_PREFERENCE = {"cuda": ("flash_attn", "torch_flash", "reference"), "cpu": ("reference",)}
+_PREFERENCE = {"cuda": ("flash_attn", "torch_flash", "reference"), "cpu": ("cpu", "reference")}
 BACKENDS = ("auto", *_PLACES)
 CALLS = ("auto", "one", "two")
 

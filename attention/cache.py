@@ -22,6 +22,14 @@ class CacheShape:
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
+def scatter(
+    key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+) -> None:
+    """Stores keys and values, [tokens, num_kv_heads, head_dim], at `slots` [tokens] of one layer's cache."""
+    for tensor, pages in zip((key, value), cache, strict=True):
+        pages.view(-1, *pages.shape[2:])[slots] = tensor
+
+
 class KVCache:
     """Keys and values of every layer: each [num_blocks, block_size, num_kv_heads, head_dim].
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from attention.cache import scatter
 from attention.capabilities import Capabilities, HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, RaggedMetadata
 
@@ -60,8 +61,7 @@ class RaggedBackend(ABC):
     def write(
         self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
     ) -> None:
-        for tensor, pages in zip((key, value), cache, strict=True):
-            pages.view(-1, *pages.shape[2:])[slots] = tensor
+        scatter(key, value, cache, slots)
 
     def attend(
         self,

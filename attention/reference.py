@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attention.cache import scatter
 from attention.capabilities import Capabilities, HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 
@@ -28,8 +29,7 @@ class ReferenceBackend:
     def write(
         self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
     ) -> None:
-        for tensor, pages in zip((key, value), cache, strict=True):
-            pages.view(-1, *pages.shape[2:])[slots] = tensor
+        scatter(key, value, cache, slots)
 
     def attend(
         self,

@@ -17,14 +17,16 @@ LIMIT_SECONDS = 8.0
 
 
 def processes_of(folder: str, spared: set[int]) -> set[int]:
-    """Processes that name `folder` on their command line or hold a file in it open, as all of a Ray's do."""
+    """Processes of the Ray in `folder`: they name it on their command line, or have put a title of Ray's there and hold
+    a file in it open. Who only holds a file is a client of that Ray, and somebody else's."""
     found = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{entry}/cmdline", "rb") as file:
                 names = os.fsdecode(file.read()).split("\0")
-            descriptors = f"/proc/{entry}/fd"
-            names += [os.readlink(f"{descriptors}/{descriptor}") for descriptor in os.listdir(descriptors)]
+            if names[0].startswith("ray::"):
+                descriptors = f"/proc/{entry}/fd"
+                names += [os.readlink(f"{descriptors}/{descriptor}") for descriptor in os.listdir(descriptors)]
         except OSError:
             continue  # it ended while we looked, or is another user's
         if any(f"{folder}/" in name or name.endswith(folder) for name in names):

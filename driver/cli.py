@@ -1,4 +1,4 @@
-"""The command line: `quadriga generate`, `serve` and `simulate`, also as `python -m quadriga`."""
+"""The command line: `quadriga generate`, `serve`, `simulate` and others, also as `python -m quadriga`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
-from driver import generate, options, serve, simulate
+from driver import generate, launch, options, serve, simulate, stop, top
 from driver.engine import EngineDead
 from driver.errors import is_input_fault
 from driver.executor import WorkerFailed
@@ -60,35 +61,65 @@ def _end_on_sigterm(number: int, frame: object) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quadriga", description="Tensor-parallel LLM inference.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    command = commands.add_parser(
+
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], help_: str, description: str
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help_, description=description, formatter_class=_HelpFormatter)
+        command.set_defaults(run=run)
+        return command
+
+    command = add(
         "generate",
-        help="complete prompts",
-        description="Complete prompts: one is streamed to the terminal, many are printed in order.",
-        formatter_class=_HelpFormatter,
+        generate.run,
+        "complete prompts",
+        "Complete prompts: one is streamed to the terminal, many are printed in order.",
     )
-    command.set_defaults(run=generate.run)
     _add_prompts(command)
     _add_sampling(command)
     options.add_engine_options(command)
     _add_output(command)
-    command = commands.add_parser(
+    command = add(
         "serve",
-        help="start a service for handles and HTTP",
-        description="Start a service on a Ray cluster, or in this process with --executor inline, and answer until "
-        "SIGTERM or SIGINT; see docs/serving.md.",
-        formatter_class=_HelpFormatter,
+        serve.run,
+        "start a service for handles and HTTP",
+        "Start a service on a Ray cluster, or in this process with --executor inline, and answer until SIGTERM or "
+        "SIGINT; see docs/serving.md.",
     )
-    command.set_defaults(run=serve.run)
     serve.add_options(command)
-    options.add_engine_options(command)
+    options.add_engine_options(command, executor_help="ray, which auto is too, or inline: without Ray")
     _add_log_level(command)
-    command = commands.add_parser(
-        "simulate",
-        help="calculate how a model would be served on other hardware",
-        description="Run the scheduler on a load and a device that are only calculated; see docs/simulate.md.",
-        formatter_class=_HelpFormatter,
+    command = add(
+        "stop",
+        stop.run,
+        "end a service that was left running",
+        "Drain and end a service on a Ray cluster, as one started with serve --detach.",
     )
-    command.set_defaults(run=simulate.run)
+    stop.add_options(command)
+    _add_log_level(command)
+    command = add(
+        "top",
+        top.run,
+        "watch a running service",
+        "Show load, rates and latencies of a running service in the terminal; Ctrl-C ends it.",
+    )
+    top.add_options(command)
+    _add_log_level(command)
+    command = add(
+        "wait-for-devices",
+        launch.run,
+        "wait until a Ray cluster has room for a service",
+        "Say what a Ray cluster lacks for a service, node by node, and wait until it is there; see "
+        "docs/deploy/README.md.",
+    )
+    launch.add_options(command)
+    _add_log_level(command)
+    command = add(
+        "simulate",
+        simulate.run,
+        "calculate how a model would be served on other hardware",
+        "Run the scheduler on a load and a device that are only calculated; see docs/simulate.md.",
+    )
     simulate.add_options(command)
     _add_output(command)
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -10,15 +11,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 
 from driver.config import ConfigError
+from driver.launch import unreachable
 from workers.cores import available_cores
 
 logger = logging.getLogger("quadriga.cluster")
@@ -88,23 +90,33 @@ class _Connection:
 def _connect(address: str) -> _Connection:
     if ray.is_initialized():
         return _Connection(ours=False)
-    if address == "local" or (address == "auto" and not _join_running()):
+    address = named_address(address)
+    if address == "local" or (address == "auto" and not join_running()):
         return _start_private()
     if address != "auto":
         try:
-            ray.init(address=address, **_quiet())
+            join(address)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot reach a Ray cluster at {address}: {error}") from error
     return _Connection(ours=True)
 
 
-def _join_running() -> bool:
+def join_running() -> bool:
+    """Joins a cluster that runs on this machine; False when there is none."""
+    address = joinable()
     try:
-        ray.init(address="auto", **_quiet())
+        if address is None:
+            return False
+        join(address)
     except ConnectionError:
         return False
     logger.info("joined the running Ray cluster: %s", describe_nodes())
     return True
+
+
+def joinable() -> str | None:
+    """The address of a cluster that runs on this machine and is nobody's own: a private one ends with its program."""
+    return next((address for address in running_clusters() if not _listens_on_loopback(address)), None)
 
 
 def _start_private() -> _Connection:
@@ -119,7 +131,7 @@ def _start_private() -> _Connection:
     )
     connection = _Connection(ours=True, folder=folder, cleaner=cleaner)
     try:
-        with _loopback_only():
+        with _loopback_only(), _own_process_group():
             ray.init(
                 address="local",
                 num_cpus=available_cores(),
@@ -135,6 +147,65 @@ def _start_private() -> _Connection:
     return connection
 
 
+def named_address(address: str) -> str:
+    """The address that `auto` stands for where RAY_ADDRESS says so."""
+    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+    return named if named and address == "auto" else address
+
+
+def running_clusters() -> list[str]:
+    """Addresses of the Ray clusters that `auto` may stand for, best first; private ones of other programs come last."""
+    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+    if named:
+        return [named]
+    newest = services.find_bootstrap_address(None)
+    found = services.find_gcs_addresses() or ({newest} if newest else set())
+    return sorted(found, key=lambda address: (_listens_on_loopback(address), address != newest, address))
+
+
+def join(address: str) -> None:
+    """Connects this process to a running cluster; raises what ray.init does, and at once where nobody listens."""
+    with _loopback_only() if _listens_on_loopback(address) else nullcontext():
+        silent = unreachable(address)
+        if silent is not None:
+            raise ConnectionError(silent)
+        if address in services.find_gcs_addresses():
+            _use_token()
+        ray.init(address=address, **_quiet())
+
+
+def _listens_on_loopback(address: str) -> bool:
+    """Whether the cluster is a private one. Others may be named by a loopback address and listen on another."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("127.0.0.1", "::1", "localhost") and address in services.find_gcs_addresses()
+
+
+def _use_token() -> None:
+    """Shows this user's token to a cluster of this machine, as Ray does for those that it finds by itself.
+
+    `ray start` asks for it by default. Whoever has set RAY_AUTH_MODE has decided otherwise.
+    """
+    try:
+        from ray._private.authentication import authentication_token_setup as tokens
+    except ImportError:
+        return  # of a Ray that knows none
+    tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+@contextmanager
+def _own_process_group() -> Iterator[None]:
+    """Puts the processes of a Ray that starts meanwhile in sessions, and so groups, of their own.
+
+    A signal to this process's group, as service managers and `timeout` send it, would end them before the drain.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
 @contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
     """Keeps the program's own handling of SIGTERM, which ray.init replaces."""
@@ -146,7 +217,7 @@ def _own_sigterm_handler() -> Iterator[None]:
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Makes a Ray that starts meanwhile listen on 127.0.0.1 alone.
+    """Makes a Ray that starts meanwhile listen on 127.0.0.1 alone, and lets one that does be joined.
 
     Ray does so on Windows and macOS; on Linux it replaces a loopback address that it is given by one that others can
     reach. The switch between the two is read from the environment when ray is imported, and from this constant after.

@@ -52,7 +52,8 @@ class EngineConfig:
     service_name: of the service that the engine belongs to; what an earlier driver of that name left is cleared away.
     ray_address: a Ray cluster's address, `local` for a private one, or `auto` for a running one, else a private one.
     start_timeout_seconds: how long to wait for devices and for the ranks to meet.
-    step_timeout_seconds: how long one step may take before the engine gives up.
+    hang_seconds: a step that takes longer hangs, unless the step-time model expects more than a 20th of that.
+    step_timeout_seconds: a step that takes longer hangs in any case; also how long a collective may wait.
 
     Raises ConfigError.
     """
@@ -84,6 +85,7 @@ class EngineConfig:
     service_name: str | None = None
     ray_address: str = "auto"
     start_timeout_seconds: float = 120.0
+    hang_seconds: float = 10.0
     step_timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -115,6 +117,7 @@ class EngineConfig:
             ("kv_cache_gib", 1e6),
             ("gpu_memory_utilization", 1.0),
             ("start_timeout_seconds", 1e6),
+            ("hang_seconds", 1e6),
             ("step_timeout_seconds", 1e6),
         ):
             self._check_positive(name, high)

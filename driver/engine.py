@@ -16,10 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from driver.executor import Executor, WorkerFailed
+from driver.figures import Figures
+from driver.recovery import Recoveries, RequestPoisonous, Suspects
 from driver.text import TextStream
 from driver.trace import StepTrace
+from driver.watchdog import Watchdog
+from driver.wire import RequestFailed
 from scheduler.budget import MIN_PREFILL_TOKENS
 from scheduler.frame import StepResult, encode_plan, tokens_crc
+from scheduler.logprobs import TokenLogprobs
 from scheduler.params import InvalidRequest
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -36,6 +41,8 @@ class Update:
     """News of one request: text and token ids since the last one, and how it ended if it did.
 
     cached_tokens: prompt tokens that the prefix cache had.
+    logprobs: of the token ids, one each; None where they were not asked for.
+    prompt_logprobs: of the prompt's tokens, None for the first; comes once, with the first output token at the latest.
     error: why it failed; set together with finish_reason "error".
     at: `time.perf_counter()` when the engine had the token.
     """
@@ -48,6 +55,8 @@ class Update:
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     error: Exception | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 Sink = Callable[[Update], None]
@@ -95,11 +104,33 @@ class LateSteps:
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the engine, its text so far, and where its updates go."""
+    """A request in the engine, its text so far, and where its updates go.
+
+    asked_at, told_at: `time.perf_counter()` of its arrival and of its newest token, 0 before the first.
+    """
 
     request: Request
     text: TextStream
     sink: Sink
+    asked_at: float
+    told_at: float = 0.0
+    told_prompt: bool = False
+
+    def take_logprobs(self) -> list[TokenLogprobs] | None:
+        """Those of the tokens that are told of next."""
+        if self.request.params.logprobs is None:
+            return None
+        taken, self.request.logprobs = self.request.logprobs, []
+        return taken
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The prompt's, once, as soon as all of them are known."""
+        request = self.request
+        if request.params.prompt_logprobs is None or self.told_prompt or not request.is_scored:
+            return None
+        self.told_prompt = True
+        taken, request.prompt_logprobs = request.prompt_logprobs, [None] * request.num_prompt
+        return taken
 
 
 class Engine:
@@ -110,18 +141,22 @@ class Engine:
         executor: Executor,
         scheduler: Scheduler,
         async_depth: int,
-        step_timeout_seconds: float,
+        watchdog: Watchdog,
         trace: StepTrace | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.frames = FrameSizes()
+        self.recoveries = Recoveries()
+        self._suspects = Suspects(scheduler)
+        self._watchdog = watchdog
+        self._newest_frame = b""
+        self.figures = Figures()
         self._trace = trace
         self._max_in_flight = max(1, async_depth)
         self._published_at: deque[float] = deque()  # of the steps in flight, `time.perf_counter()`
         self._last_done = 0.0
         self._late = LateSteps()
-        self._step_timeout_seconds = step_timeout_seconds
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._lock = threading.Lock()
@@ -142,7 +177,8 @@ class Engine:
 
     def submit(self, request: Request, text: TextStream, sink: Sink) -> None:
         """Hands over a request. Its sink is called from the engine's thread. Raises EngineDead."""
-        self._command(lambda: self._add(_Live(request, text, sink)))
+        live = _Live(request, text, sink, time.perf_counter())
+        self._command(lambda: self._add(live))
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish reason "abort"; one that has ended already, or never was, is left alone."""
@@ -170,15 +206,22 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._take_commands()
-                self._publish_ahead()
-                result = self._receive()
-                if result is not None:
-                    self._take_result(result)
+                try:
+                    self._turn()
+                except WorkerFailed as failure:
+                    self._recover(failure)
             self._stop(EngineDead("it was closed"))
         except Exception as error:
             logger.error("the engine has failed: %s", error, exc_info=not isinstance(error, WorkerFailed))
             self._stop(error)
+
+    def _turn(self) -> None:
+        self._take_commands()
+        self._suspects.review()
+        self._publish_ahead()
+        result = self._receive()
+        if result is not None:
+            self._take_result(result)
 
     def _take_commands(self) -> None:
         while not self._commands.empty():
@@ -195,22 +238,28 @@ class Engine:
             if self._trace:
                 self._trace.published(plan, scheduler)
             self._published_at.append(time.perf_counter())
+            self._newest_frame = frame
             self.executor.publish(frame)
 
     def _receive(self) -> StepResult | None:
-        in_flight = self.scheduler.in_flight
-        if not in_flight:
+        if not self.scheduler.in_flight:
             return self.executor.receive(None)
-        deadline = time.monotonic() + self._step_timeout_seconds
-        result = self.executor.receive(self._step_timeout_seconds)
-        if result is None and time.monotonic() >= deadline:
-            raise WorkerFailed(f"step {in_flight[0].step} took longer than {self._step_timeout_seconds:g} s")
+        step = self.scheduler.in_flight[0]
+        # From when the workers could begin it, however often this thread has been woken since.
+        began = max(self._published_at[0], self._last_done)
+        bound = self._watchdog.bound(step, self.scheduler.budget.model, time.perf_counter() - began)
+        result = self.executor.receive(max(0.0, began + bound - time.perf_counter()))
+        waited = time.perf_counter() - began
+        if result is None and waited >= bound and self._watchdog.hangs(step, waited, self.executor):
+            path = self._watchdog.report(step, self._newest_frame, self.executor)
+            raise WorkerFailed(f"step {step.step} took longer than {waited:.1f} s; who did what then is in {path}")
         return result
 
     def _take_result(self, result: StepResult) -> None:
         if result.epoch < self.scheduler.epoch:
             return  # of an engine that ran on these workers before
         now = time.perf_counter()
+        self.recoveries.in_vain = 0
         self._learn(result, now)
         for request, token in self.scheduler.update(result, tokens_crc(result.tokens)):
             live = self._live[request.id]
@@ -219,28 +268,78 @@ class Engine:
             if live.text.stop is not None:
                 self.scheduler.finish(request, "stop", live.text.stop)
             self._tell(live, text, [token], now)
+        self.figures.told_step(now)
+        while self.scheduler.not_finite:
+            request = self.scheduler.not_finite.pop()
+            where = f"behind {len(request.tokens)} tokens"
+            self._fail(request, RequestFailed(f"the model's logits of this request, {where}, are not finite numbers"))
+        while self.scheduler.failed:
+            request, reason = self.scheduler.failed.pop()
+            self._fail(request, InvalidRequest(f"the guide cannot be followed any further: {reason}"))
 
     def _learn(self, result: StepResult, now: float) -> None:
         """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""
         step = self.scheduler.in_flight[0]
         seconds = now - max(self._published_at.popleft(), self._last_done)
         self._last_done = now
+        self.figures.took_step(seconds, step.budget, step.work.tokens)
         if self._trace:
             self._trace.done(step, result, seconds)
-        self.scheduler.budget.observe(step.work, step.predicted, seconds)
+        self.scheduler.budget.observe(step.work, seconds)
         self._late.report(self.scheduler, now)
 
     def _tell(self, live: _Live, text: str, token_ids: list[int], now: float) -> None:
         request = live.request
+        if token_ids:
+            self.figures.told_token(live.asked_at, live.told_at, now)
+            live.told_at = now
         if request.finish_reason is not None:
             del self._live[request.id]
             text += live.text.finish()
             # A stop string wins over "length": it is found in the text that the last token completes.
             if live.text.stop is not None:
                 request.finish_reason, request.stop_reason = "stop", live.text.stop
+            self.figures.ended_request(request.finish_reason, now - live.asked_at)
         live.sink(
-            Update(request.id, text, token_ids, request.finish_reason, now, request.stop_reason, request.cached_tokens)
+            Update(
+                request.id,
+                text,
+                token_ids,
+                request.finish_reason,
+                now,
+                request.stop_reason,
+                request.cached_tokens,
+                logprobs=live.take_logprobs(),
+                prompt_logprobs=live.take_prompt_logprobs(),
+            )
         )
+
+    def _recover(self, failure: WorkerFailed) -> None:
+        """Starts the next epoch, in which all requests go on with their next token. Raises WorkerFailed for good."""
+        scheduler, recoveries = self.scheduler, self.recoveries
+        if self._closing or recoveries.hopeless:
+            raise failure
+        logger.error("epoch %d has ended: %s", scheduler.epoch, failure)
+        with recoveries.counted():
+            for request in self._suspects.epoch_ended():
+                self._fail(request, RequestPoisonous(f"the workers fail whenever this request runs: {failure}"))
+            num_blocks = self.executor.recover()[0].num_blocks
+            if num_blocks < scheduler.pool.num_blocks:
+                raise WorkerFailed(f"the KV cache has {num_blocks} blocks now, {scheduler.pool.num_blocks} before")
+        scheduler.next_epoch()
+        self._published_at.clear()
+        self._last_done = time.perf_counter()
+        if self._trace:
+            self._trace.epoch_ended()
+        logger.warning(
+            "epoch %d begins after %.1f s; %d requests go on", scheduler.epoch, recoveries.last_seconds, len(self._live)
+        )
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        live, now = self._live.pop(request.id), time.perf_counter()
+        self.scheduler.finish(request, "error")
+        self.figures.ended_request("error", now - live.asked_at)
+        live.sink(Update(request.id, "", [], "error", now, error=error))
 
     def _add(self, live: _Live) -> None:
         request = live.request

@@ -5,11 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from driver.config import ConfigError
 from scheduler.frame import StepResult, decode_result
 from workers.spec import WorkerReady, WorkerSpec
+
+if TYPE_CHECKING:
+    from workers.worker import Worker
+
+LEAVE_SECONDS = 3.0  # what a thread gets to end when its epoch is over
 
 OnShare = Callable[[float], None]
 
@@ -42,6 +47,15 @@ class Executor(Protocol):
     def receive(self, timeout_seconds: float | None) -> StepResult | None:
         """The next result, or None when woken or when time is up. Raises WorkerFailed when a rank has failed."""
 
+    def recover(self) -> list[WorkerReady]:
+        """Ends the epoch and brings all ranks up for the next one, those that are whole with the weights they have.
+
+        Raises WorkerFailed when they cannot be had.
+        """
+
+    def stacks(self) -> list[str | None]:
+        """What the threads of each rank are doing; None for one that does not answer."""
+
     def wake(self) -> None:
         """Makes `receive` return. May be called from any thread."""
 
@@ -58,16 +72,28 @@ class InlineExecutor:
         self._plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[bytes | BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._worker: Worker | None = None
 
     def start(self, specs: Sequence[WorkerSpec], on_share: OnShare = ignore_share) -> list[WorkerReady]:
         from workers.worker import Worker
 
         (spec,) = specs
-        worker = Worker(spec)
-        ready = worker.start(None, "127.0.0.1", ranks_here=1, on_share=on_share)
-        self._thread = threading.Thread(target=self._serve, args=(worker.serve,), name="quadriga-worker", daemon=True)
-        self._thread.start()
+        self._worker = Worker(spec)
+        ready = self._worker.start(None, "127.0.0.1", ranks_here=1, on_share=on_share)
+        self._begin_serving()
         return [ready]
+
+    def recover(self) -> list[WorkerReady]:
+        self._plans.put(None)
+        self._thread.join(timeout=LEAVE_SECONDS)
+        if self._thread.is_alive():
+            raise WorkerFailed("rank 0 hangs, and a thread of this process cannot be ended")
+        self._plans, self._news = queue.SimpleQueue(), queue.SimpleQueue()
+        self._begin_serving()
+        return [self._worker.ready]
+
+    def stacks(self) -> list[str | None]:
+        return ["a thread of the driver"]
 
     def publish(self, frame: bytes) -> None:
         self._plans.put(frame)
@@ -90,15 +116,20 @@ class InlineExecutor:
             self._thread.join(timeout=60)
             self._thread = None
 
-    def _serve(self, serve: Callable[[_InlineChannel], None]) -> None:
+    def _begin_serving(self) -> None:
+        channel = _InlineChannel(self._plans, self._news)
+        self._thread = threading.Thread(target=self._serve, args=(channel,), name="quadriga-worker", daemon=True)
+        self._thread.start()
+
+    def _serve(self, channel: _InlineChannel) -> None:
         from parallel.channel import ChannelClosed
 
         try:
-            serve(_InlineChannel(self._plans, self._news))
+            self._worker.serve(channel)
         except ChannelClosed:
             return
         except BaseException as error:  # noqa: BLE001 handed to the engine, which raises it
-            self._news.put(error)
+            channel.fail(error)
 
 
 class _InlineChannel:
@@ -120,6 +151,9 @@ class _InlineChannel:
 
     def send(self, kind: bytes, body: bytes) -> None:
         self._news.put(body)
+
+    def fail(self, error: BaseException) -> None:
+        self._news.put(error)
 
 
 def _pick_device(wanted: str) -> str:

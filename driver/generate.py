@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from driver.llm import LLM
@@ -175,6 +175,10 @@ def _as_json(result: Completion) -> dict[str, Any]:
         "ttft_s": result.ttft_s,
         "mean_tbt_s": result.mean_tbt_s,
     }
+    for name in ("logprobs", "prompt_logprobs"):
+        entries = getattr(result, name)
+        if entries is not None:
+            fields[name] = [entry and asdict(entry) for entry in entries]
     return fields if result.error is None else {**fields, "error": str(result.error)}
 
 

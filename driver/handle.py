@@ -14,14 +14,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
 
+from driver.config import ConfigError
 from driver.engine import Update
-from driver.intake import paired
-from driver.link import Call, Link
-from driver.results import Completion, Increment, Prompt
+from driver.intake import BYTES, paired
+from driver.link import MAX_OUTSTANDING, Call, Link
+from driver.mailbox import Mailbox
+from driver.results import Completion, Increment, Prompt, Stream
 from driver.wire import Ask, ServiceUnavailable
 from parallel.channel import ChannelAddress
 from scheduler.params import InvalidRequest, SamplingParams
@@ -30,36 +33,13 @@ ANSWER_SECONDS = 10.0
 Messages = Sequence[dict[str, Any]]
 
 
-class ClientStream:
-    """An iterator over the increments of one request. Closing it early, or dropping it, aborts the request."""
+class ClientStream(Stream):
+    """A stream of a service. Its `request_id` is for Client.abort."""
 
     def __init__(self, link: Link, ask: Ask, wait: bool) -> None:
-        self._link, self._ended = link, False
-        self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._call = link.submit(ask, self._updates.put, wait)
-
-    @property
-    def request_id(self) -> int:
-        """For Client.abort."""
-        return self._call.number
-
-    def __iter__(self) -> ClientStream:
-        return self
-
-    def __next__(self) -> Increment:
-        if self._ended:
-            raise StopIteration
-        update = self._updates.get()
-        self._ended = update.finish_reason is not None
-        return _increment(update)
-
-    def close(self) -> None:
-        if not self._ended:
-            self._ended = True
-            _abort_quietly(self._link, self._call)
-
-    def __del__(self) -> None:
-        self.close()
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._call = link.submit(ask, updates.put, wait)
+        super().__init__(self._call.number, updates, functools.partial(_abort_quietly, link, self._call))
 
 
 class Client:
@@ -71,10 +51,14 @@ class Client:
     """
 
     def __init__(
-        self, locate: Callable[[], ChannelAddress], reconnect_seconds: float = 120.0, owner: bool = False
+        self,
+        locate: Callable[[], ChannelAddress],
+        reconnect_seconds: float = 120.0,
+        owner: bool = False,
+        max_outstanding: int = MAX_OUTSTANDING,
     ) -> None:
-        """locate, reconnect_seconds, owner: as in driver.link.Link."""
-        self._link = Link(locate, reconnect_seconds, owner)
+        """The parameters are those of driver.link.Link."""
+        self._link = Link(locate, reconnect_seconds, owner, max_outstanding)
 
     @classmethod
     def connect(cls, name: str = "llm", address: str = "auto", reconnect_seconds: float = 120.0) -> Client:
@@ -83,6 +67,11 @@ class Client:
         address: the cluster's, or `auto` for the one this process or machine belongs to. reconnect_seconds: how long
         calls wait for a driver that is restarting. Raises ServiceUnavailable when there is no such service.
         """
+        for what, value in (("name", name), ("address", address)):
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{what} must be a non-empty string, got {value!r}")
+        if address == "local":
+            raise ConfigError("address 'local' would start a Ray of its own, where no service is; use 'auto'")
         from driver.service_actor import Locator  # importing ray takes most of a second
 
         return cls(Locator(name, address), reconnect_seconds)
@@ -126,10 +115,32 @@ class Client:
             while not ended:
                 update = await updates.get()
                 ended = update.finish_reason is not None
-                yield _increment(update)
+                yield Increment.of(update)
         finally:
             if not ended:
                 _abort_quietly(self._link, call)
+
+    async def amerge(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], wait: bool = True
+    ) -> AsyncIterator[tuple[int, Increment]]:
+        """Several streams as one: (which, increment) as they come, to the end of all.
+
+        What comes for a stream while the reader is busy is joined to one increment, so that a slow reader costs no
+        more memory than the texts. The first error ends all of it; so does leaving the loop early.
+        """
+        mailbox = Mailbox(asyncio.get_running_loop())
+        calls: list[Call] = []
+        left = set(range(len(prompts)))
+        try:
+            for at, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                calls.append(self._link.submit(_ask(prompt, one), functools.partial(mailbox.put, at), wait))
+            while left:
+                for at, update in await mailbox.take():
+                    if update.finish_reason is not None:
+                        left.discard(at)
+                    yield at, Increment.of(update)
+        finally:
+            self._give_up([call for at, call in enumerate(calls) if at in left])
 
     def chat(self, messages: Messages, params: SamplingParams | None = None, wait: bool = True) -> Completion:
         """Completes a conversation of {"role", "content"} messages, laid out by the model's chat template."""
@@ -149,15 +160,24 @@ class Client:
         """Totals since the service's start and its present load. Raises ServiceUnavailable."""
         return _answer(self._link.query("stats"))
 
-    def health(self) -> dict[str, Any]:
-        """The service's state and load. Raises ServiceUnavailable when it does not answer."""
-        return _answer(self._link.query("health"))
+    def health(self, timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """The service's state and load. Raises ServiceUnavailable when it does not answer in time."""
+        return _answer(self._link.query("health"), timeout_seconds)
 
     async def astats(self) -> dict[str, Any]:
         return await _aanswer(self._link.query("stats"))
 
-    async def ahealth(self) -> dict[str, Any]:
-        return await _aanswer(self._link.query("health"))
+    async def ahealth(self, timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+        return await _aanswer(self._link.query("health"), timeout_seconds)
+
+    async def amodel(self) -> dict[str, Any]:
+        """What the service says of its model: see Service.about_model. Raises ServiceUnavailable."""
+        return await _aanswer(self._link.query("model"))
+
+    @property
+    def restarts(self) -> int:
+        """How many other drivers have taken the first one's place so far."""
+        return self._link.restarts
 
     @property
     def connected(self) -> bool:
@@ -234,19 +254,20 @@ def _ask(prompt: Any, params: SamplingParams | None) -> Ask:
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
-    return Ask(prompt if isinstance(prompt, str) else list(prompt), params)
+    return Ask(_sendable(prompt), params)
+
+
+def _sendable(prompt: Any) -> Any:
+    """Token ids as a list of plain numbers, whatever kind they are of; the service judges everything else."""
+    if isinstance(prompt, (str, *BYTES)) or not isinstance(prompt, Sequence):
+        return prompt
+    return [int(item) if isinstance(item, Integral) and not isinstance(item, bool) else item for item in prompt]
 
 
 def _conversation(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(item, dict) for item in messages):
         raise InvalidRequest(f"messages must be a list of mappings with role and content, got {messages!r}")
     return list(messages)
-
-
-def _increment(update: Update) -> Increment:
-    if update.error is not None:
-        raise update.error
-    return Increment(update.text, update.token_ids, update.finish_reason, update.stop_reason)
 
 
 def _results(calls: Sequence[Call], completions: list[Completion], single: bool) -> Completion | list[Completion]:
@@ -272,15 +293,15 @@ def _abort_quietly(link: Link, call: Call) -> None:
         return  # the client is closed, and its requests are aborted with it
 
 
-def _answer(future: Future[dict[str, Any]]) -> dict[str, Any]:
+def _answer(future: Future[dict[str, Any]], seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     try:
-        return future.result(ANSWER_SECONDS)
+        return future.result(seconds)
     except FutureTimeout:
-        raise ServiceUnavailable(f"the service has not answered within {ANSWER_SECONDS:g} s") from None
+        raise ServiceUnavailable(f"the service has not answered within {seconds:g} s") from None
 
 
-async def _aanswer(future: Future[dict[str, Any]]) -> dict[str, Any]:
+async def _aanswer(future: Future[dict[str, Any]], seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_SECONDS)
+        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
     except asyncio.TimeoutError:
-        raise ServiceUnavailable(f"the service has not answered within {ANSWER_SECONDS:g} s") from None
+        raise ServiceUnavailable(f"the service has not answered within {seconds:g} s") from None

@@ -7,14 +7,18 @@ import logging
 import threading
 from typing import Any
 
-from driver.errors import is_input_fault
 from driver.handle import Client
 from driver.llm import LLM
 from driver.port import Port
 from driver.service import Service
+from driver.startup import FAILED, READY, StartStatus
 from driver.wire import ServiceUnavailable
+from parallel.channel import ChannelAddress
 
 logger = logging.getLogger("quadriga.serve")
+
+STATUS_SECONDS = 5.0
+FRONT_OUTSTANDING = 1 << 20  # the service alone bounds what the HTTP front asks of it, so that its callers hear of it
 
 
 class InlineHost:
@@ -22,22 +26,21 @@ class InlineHost:
 
     def __init__(self, options: dict[str, Any], max_queued_requests: int, model_name: str | None) -> None:
         """options: fields of EngineConfig. max_queued_requests, model_name: as in Service."""
-        self._status: dict[str, Any] = {"state": "starting", "phase": "process", "share": None, "seconds": {}}
+        self._status = StartStatus()
         self._llm = LLM(start=False, **options)
         self._port: Port | None = None
         self._service = functools.partial(Service, max_queued_requests=max_queued_requests, model_name=model_name)
-        self._llm.phases.on_begin = lambda name: self._status.update(phase=name, share=None)
-        self._llm.phases.on_share = lambda share: self._status.update(share=share)
+        self._status.follow(self._llm.phases)
         self._thread = threading.Thread(target=self._bring_up, name="quadriga-start", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        if self._port is not None and self._llm.failure is not None:
-            self._status.update(state="failed", error=str(self._llm.failure), input_fault=False)
-        return self._status
+        if self._status.state == READY and self._llm.failure is not None:
+            self._status.failed(self._llm.failure)
+        return self._status.now
 
     def connect(self) -> Client:
-        return Client(lambda: self._port.address)
+        return Client(self._locate, max_outstanding=FRONT_OUTSTANDING)
 
     def end(self, drain_seconds: float) -> int:
         return self._port.service.drain(drain_seconds)
@@ -48,21 +51,26 @@ class InlineHost:
             self._port.close()
         self._llm.close()
 
+    def _locate(self) -> ChannelAddress:
+        if self._port is None or self._status.state != READY:
+            raise ServiceUnavailable(f"the service is {self._status.state}")
+        return self._port.address
+
     def _bring_up(self) -> None:
         try:
             self._llm.start()
             self._port = Port(self._service(self._llm), None)
             self._port.start()
-            self._status.update(state="ready", seconds=dict(self._llm.phases.times))
+            self._status.ready(self._llm.phases)
         except Exception as error:  # noqa: BLE001 told by status
-            self._status.update(state="failed", error=str(error), input_fault=is_input_fault(error))
+            self._status.failed(error)
 
 
 class ActorHost:
     """The driver in a named, detached actor, on the cluster that runs or on a private one."""
 
-    def __init__(self, options: dict[str, Any], settings: Any, replace: bool) -> None:
-        """settings: ServiceSettings. Raises ConfigError when the name is taken."""
+    def __init__(self, options: dict[str, Any], settings: Any, replace: bool, drain_seconds: float) -> None:
+        """settings: ServiceSettings. replace, drain_seconds: as in start_service, and its errors."""
         from driver.cluster import Cluster
         from driver.service_actor import start_service
 
@@ -72,7 +80,7 @@ class ActorHost:
             if self._cluster.private and not settings.owned:
                 raise ServiceUnavailable("there is no running Ray cluster to leave a service on; start one: ray start")
             # The actor is on the cluster already, whichever way this process got there.
-            self._actor = start_service({**options, "ray_address": "auto"}, settings, replace)
+            self._actor = start_service({**options, "ray_address": "auto"}, settings, replace, drain_seconds)
         except BaseException:
             self._cluster.close()
             raise
@@ -82,15 +90,19 @@ class ActorHost:
         import ray
 
         try:
-            return ray.get(self._actor.status.remote(), timeout=30)
+            return ray.get(self._actor.status.remote(), timeout=STATUS_SECONDS)
+        except ray.exceptions.ActorDiedError as error:  # for good: it has been ended or replaced
+            return {"state": FAILED, "error": str(error).splitlines()[0], "input_fault": False}
         except ray.exceptions.RayError as error:
             logger.warning("the driver does not answer: %s", str(error).splitlines()[0])
-            return {"state": "starting", "phase": "driver", "share": None, "seconds": {}}
+            return {**StartStatus().now, "phase": "driver"}
 
     def connect(self) -> Client:
         from driver.service_actor import Locator
 
-        return Client(Locator(self._settings.name), owner=True)
+        # Tied to this very actor: its successor under the name has an owner of its own.
+        locate = Locator(self._settings.name, actor=self._actor)
+        return Client(locate, owner=True, max_outstanding=FRONT_OUTSTANDING)
 
     def end(self, drain_seconds: float) -> int:
         from driver.service_actor import end_service

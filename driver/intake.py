@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Sequence
 from numbers import Integral
@@ -13,6 +14,7 @@ from driver.text import TextStream
 from driver.tokenizer import Tokenizer
 from scheduler.params import DEFAULT_MAX_TOKENS, InvalidRequest, SamplingParams
 from scheduler.request import Request
+from workers.grammar import GuideError, GuideMaker
 
 BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but no token ids
 
@@ -23,6 +25,8 @@ class Intake:
     def __init__(self, model: Model, kv_tokens: int | None = None) -> None:
         self.model = model
         self.kv_tokens = kv_tokens
+        self._guide_fault = functools.lru_cache(maxsize=128)(self._try_guide)
+        self._guides = GuideMaker(lambda: model.folder, model.arch.vocab_size, model.end_token_ids)
 
     def tokenizer(self, what: str) -> Tokenizer:
         if self.model.tokenizer is None:
@@ -31,7 +35,7 @@ class Intake:
 
     def text_stream(self, request: Request) -> TextStream:
         decode = self.model.tokenizer.decode if self.model.tokenizer else None
-        return TextStream(decode, request.params.stop)
+        return TextStream(decode, request.params.stop, request.params.min_tokens)
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, produced: Sequence[int] = ()) -> Request:
         """Makes a request. Raises InvalidRequest, naming value and limit.
@@ -40,17 +44,25 @@ class Intake:
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
-        ids = self.tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         vocab_size = self.model.arch.vocab_size
         token_ids = checked_ids(ids, vocab_size)
         room = self._room(token_ids, params)
         if params.stop and self.model.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer, and this model folder has none")
-        max_tokens = params.max_tokens or min(room, self._cache_room(len(token_ids)), DEFAULT_MAX_TOKENS)
+        _check_biases(params, vocab_size)
+        default = max(DEFAULT_MAX_TOKENS, params.min_tokens)
+        max_tokens = params.max_tokens or min(room, self._cache_room(len(token_ids)), default)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens {params.min_tokens} is more than the {max_tokens} tokens that there is room for"
+            )
         earlier = checked_ids(produced, vocab_size)
         if len(earlier) > max_tokens:
             raise InvalidRequest(f"{len(earlier)} tokens have been produced already, more than max_tokens {max_tokens}")
-        end = frozenset() if params.ignore_eos else self.model.end_token_ids
+        # A guide's output ends where nothing more fits it; going on would add nothing but end tokens.
+        end = frozenset() if params.ignore_eos and params.guide is None else self.model.end_token_ids
+        self._check_guide(params)
         return Request(
             id=request_id,
             tokens=token_ids + earlier,
@@ -60,6 +72,29 @@ class Intake:
             seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
             num_prompt=len(token_ids),
         )
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The token ids of a conversation. Raises InvalidRequest when the model has no tokenizer or template."""
+        return self.tokenizer("a chat").encode_chat(messages, self.model.max_model_len)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer("a text prompt").encode(text, most_tokens=self.model.max_model_len)
+
+    def _check_guide(self, params: SamplingParams) -> None:
+        if params.guide is None:
+            return
+        self.tokenizer("a guide")
+        reason = self._guide_fault(params.guide.kind, params.guide.text)
+        if reason is not None:
+            raise InvalidRequest(f"guide's {params.guide.kind} cannot be used: {reason}")
+
+    def _try_guide(self, kind: str, text: str) -> str | None:
+        """What is wrong with a guide, or None."""
+        try:
+            self._guides.check(kind, text)
+        except GuideError as error:
+            return str(error)
+        return None
 
     def _room(self, token_ids: list[int], params: SamplingParams) -> int:
         """New tokens that the context length leaves."""
@@ -82,6 +117,12 @@ class Intake:
     def _cache_room(self, num_prompt: int) -> int:
         """New tokens that the KV cache could hold after a prompt; at least 1, and unlimited before it exists."""
         return self.model.max_model_len if self.kv_tokens is None else max(1, self.kv_tokens + 1 - num_prompt)
+
+
+def _check_biases(params: SamplingParams, vocab_size: int) -> None:
+    for token_id in params.logit_bias or ():
+        if token_id >= vocab_size:
+            raise InvalidRequest(f"logit_bias token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:

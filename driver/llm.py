@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from driver.config import EngineConfig
 from driver.engine import Engine, EngineDead, Sink, Update
 from driver.intake import Intake, paired
-from driver.results import Completion, Increment, Prompt
+from driver.results import Completion, Prompt, Stream
 from driver.setup import Model, Phases, read_model, start_engine
 from driver.text import TextStream
 from scheduler.params import InvalidRequest, SamplingParams
@@ -23,37 +24,6 @@ from scheduler.request import Request
 from workers.spec import WorkerReady
 
 logger = logging.getLogger("quadriga")
-
-
-class Stream:
-    """An iterator over the increments of one request."""
-
-    def __init__(
-        self, request_id: str, updates: queue.SimpleQueue[Update], abort: Callable[[Sequence[str]], None]
-    ) -> None:
-        self._request_id, self._updates, self._abort = request_id, updates, abort
-        self._ended = False
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Increment:
-        if self._ended:
-            raise StopIteration
-        update = self._updates.get()
-        self._ended = update.finish_reason is not None
-        if update.error is not None:
-            raise update.error
-        return Increment(update.text, update.token_ids, update.finish_reason, update.stop_reason)
-
-    def close(self) -> None:
-        """Aborts the request if it is still running. May be called twice."""
-        if not self._ended:
-            self._ended = True
-            self._abort([self._request_id])
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class LLM:
@@ -91,8 +61,7 @@ class LLM:
             raise EngineDead("this LLM is closed")
         if self._engine is None:
             self._engine, self.workers = start_engine(self.config, self.model, self.phases)
-            pool = self._engine.scheduler.pool
-            self._intake.kv_tokens = pool.num_blocks * pool.block_size
+            self._intake.kv_tokens = self.kv_tokens
             # Also runs when the LLM is dropped or the interpreter ends without `close`.
             self._shut_down = weakref.finalize(self, _shut_down, self._engine)
         return self
@@ -138,7 +107,7 @@ class LLM:
         """
         self.start()
         request = self.prepare(prompt, params or SamplingParams())
-        return Stream(request.id, self._submit([request]), self._abort)
+        return Stream(request.id, self._submit([request]), functools.partial(self.abort, request.id))
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Completes a conversation of {"role", "content"} messages, laid out by the model's chat template."""
@@ -146,15 +115,18 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation. Raises InvalidRequest when the model has no tokenizer or template."""
-        return self._intake.tokenizer("a chat").encode_chat(messages)
+        return self._intake.encode_chat(messages)
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start: steps, tokens by kind, preemptions, and frame counts and sizes in bytes."""
+        """Totals since the start: steps, tokens by kind, preemptions, frame counts and sizes in bytes; see Figures."""
         engine = self.start()._engine
         counters = engine.scheduler.counters
         return {
             **{name: getattr(counters, name) for name in counters.__dataclass_fields__},
             **{name: getattr(engine.frames, name) for name in engine.frames.__dataclass_fields__},
+            "restarts": engine.recoveries.restarts,
+            "restart_seconds": round(engine.recoveries.restart_seconds, 3),
+            **engine.figures.snapshot(),
             "kv_blocks": engine.scheduler.pool.num_blocks,
             "kv_blocks_free": engine.scheduler.pool.num_free,
         }
@@ -182,9 +154,20 @@ class LLM:
         return None if self._engine is None else self._engine.dead
 
     @property
+    def recovering(self) -> bool:
+        """Whether ranks are being replaced right now; requests wait meanwhile."""
+        return self._engine.recoveries.recovering
+
+    @property
     def max_running(self) -> int:
         """Requests that can run at once."""
         return self._engine.scheduler.limits.num_rows
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        pool = self._engine.scheduler.pool
+        return pool.num_blocks * pool.block_size
 
     def load(self) -> tuple[int, int]:
         """Requests running and waiting now."""
@@ -229,7 +212,8 @@ class LLM:
                         left -= 1
                         bar.update()
         except BaseException:  # an interrupt, say: nobody will read these any more
-            self._abort(by_id)
+            for request_id in by_id:
+                self.abort(request_id)
             raise
         for completion in completions:
             if completion.error is not None and not isinstance(completion.error, InvalidRequest):
@@ -241,10 +225,6 @@ class LLM:
         for request in requests:
             self.submit(request, updates.put)
         return updates
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self.abort(request_id)
 
 
 def _shut_down(engine: Engine) -> None:

@@ -9,8 +9,10 @@ from scheduler.limits import POLICIES
 from workers.spec import DTYPES
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds them to a command's parser."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, executor_help: str = "auto: inline for one rank, else ray"
+) -> None:
+    """Adds them to a command's parser. executor_help: what --executor means to the command."""
     defaults = EngineConfig.__dataclass_fields__
     group = parser.add_argument_group("engine")
     group.add_argument(
@@ -19,7 +21,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tp", type=int, default=1, metavar="N", help="tensor-parallel size in ranks; need not divide the heads"
     )
-    group.add_argument("--executor", choices=EXECUTORS, default="auto", help="auto: inline for one rank, else ray")
+    group.add_argument("--executor", choices=EXECUTORS, default="auto", help=executor_help)
     group.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU")
     group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the model's own")
     add_scheduling_options(group)
@@ -47,7 +49,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--attention-backend",
         default="auto",
         metavar="NAME",
-        help="auto, flash_attn or torch_flash (both cuda), or reference",
+        help="auto, cpu (compiled), flash_attn or torch_flash (both cuda), or reference",
     )
     group.add_argument(
         "--attention-calls",

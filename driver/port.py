@@ -6,13 +6,14 @@ costs no more memory than its requests' texts: updates that cannot be sent are j
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,22 +21,21 @@ import zmq
 
 from driver import wire
 from driver.engine import Update
+from driver.pile import Pile
 from driver.service import Service
+from driver.startup import FAILED
 from parallel.channel import ChannelAddress, bind
+from parallel.wake import WakePipe
 from scheduler.params import InvalidRequest
+from scheduler.request import Request
 
 logger = logging.getLogger("quadriga.port")
 
 _FRAMES_AHEAD = 256  # frames that a handle may leave unread before its updates are joined
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Updates of one request that are not sent yet, joined to one."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    last: Update | None = None
+_FINAL = (InvalidRequest, wire.RequestFailed, wire.ShutDown)  # errors that asking again would not help
+_LONG_ASK = 16_384  # bytes; a longer one is prepared aside
+_MOST_ENCODING = 64  # asks that wait for that
+_LONGEST_REASON = 4000  # characters: an error may quote what was asked
 
 
 @dataclass(slots=True)
@@ -45,8 +45,13 @@ class _Session:
     owner: bool
     seen_at: float
     requests: dict[int, str] = field(default_factory=dict)
-    pending: dict[int, _Pending] = field(default_factory=dict)
+    preparing: set[int] = field(default_factory=set)
+    unwanted: dict[int, str] = field(default_factory=dict)  # aborted before they were prepared
+    pending: dict[int, Pile] = field(default_factory=dict)
     unsent: list[bytes] = field(default_factory=list)
+
+
+_News = Update | Request | Exception | None  # of one ask: what came of it; None when it has been prepared aside
 
 
 class Port:
@@ -77,11 +82,11 @@ class Port:
             self._socket.setsockopt(option, value)
         self.address: ChannelAddress = bind(self._socket, host)
         self._sessions: dict[bytes, _Session] = {}
-        self._news: queue.SimpleQueue[tuple[bytes, int, Update]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._woken = threading.Event()
+        self._news: queue.SimpleQueue[tuple[bytes, _Session, int, _News]] = queue.SimpleQueue()
+        # Encodes long texts, one at a time, so that nobody else waits for that.
+        self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quadriga-encode")
+        self._encoding = 0  # asks that it has or will have
+        self._waker = WakePipe()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="quadriga-port", daemon=True)
 
@@ -93,26 +98,25 @@ class Port:
         if self._closing:
             return
         self._closing = True
-        self._wake()
+        self._waker.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
+        self._encoder.shutdown(cancel_futures=True)
         self._socket.close()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._waker.close()
 
     # ---- the port's thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
         next_look = time.monotonic()
         while not self._closing:
             ready = dict(poller.poll(200))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
-            self._woken.clear()
+            if self._waker.fileno() in ready:
+                self._waker.take()
             if self._socket in ready:
                 self._take_messages()
             self._take_news()
@@ -122,6 +126,8 @@ class Port:
                 next_look = time.monotonic() + wire.PING_SECONDS
         self._take_news()
         self._send_pending()
+        for peer in list(self._sessions):
+            self._drop(peer)
 
     def _take_messages(self) -> None:
         for _ in range(1000):  # in turns with what goes out
@@ -152,10 +158,12 @@ class Port:
         if kind == "ping":
             self._send(peer, "pong")
         elif kind == "ask":
-            self._ask(peer, session, *items)
+            self._ask(peer, session, *items, len(frame))
         elif kind == "abort":
             if items[0] in session.requests:
                 self.service.abort(session.requests[items[0]])
+            elif items[0] in session.preparing:
+                session.preparing.discard(items[0])  # it ends as soon as it is prepared
         elif kind == "query":
             self._answer(peer, *items)
         else:
@@ -176,52 +184,78 @@ class Port:
             self.owner_seen_at = time.monotonic()
         self._send(peer, "welcome", self.service.health())
 
-    def _ask(self, peer: bytes, session: _Session, number: int, body: object) -> None:
-        if number in session.requests:
+    def _ask(self, peer: bytes, session: _Session, number: int, body: object, size: int) -> None:
+        if number in session.requests or number in session.preparing:
             self._send(peer, "refused", number, "invalid", f"number {number} is in use")
             return
+        session.preparing.add(number)
+        if size <= _LONG_ASK:
+            self._prepare(peer, session, number, body)
+            self._take_news()
+        elif self._encoding >= _MOST_ENCODING:
+            self._refuse(peer, session, number, wire.Overloaded(f"{self._encoding} long prompts wait to be encoded"))
+        else:
+            self._encoding += 1
+            self._encoder.submit(self._prepare_aside, peer, session, number, body)
+
+    def _prepare_aside(self, peer: bytes, session: _Session, number: int, body: object) -> None:
+        self._prepare(peer, session, number, body)
+        self._tell(peer, session, number, None)
+
+    def _prepare(self, peer: bytes, session: _Session, number: int, body: object) -> None:
+        tell = functools.partial(self._tell, peer, session, number)
         try:
-            request = self.service.submit(wire.read_ask(body), self._sink(peer, number))
+            self.service.submit(wire.read_ask(body), tell, on_prepared=tell)
         except Exception as error:
-            kind = wire.refusal_kind(error)
-            if kind == "failed":
+            if wire.refusal_kind(error) == "failed":
                 logger.exception("a request could not be taken")
-            self._send(peer, "refused", number, kind, str(error))
-            return
+            tell(error)
+
+    def _accept(self, peer: bytes, session: _Session, number: int, request: Request) -> None:
         session.requests[number] = request.id
+        if number not in session.preparing:
+            session.unwanted[number] = request.id
+        session.preparing.discard(number)
         self._send(peer, "accepted", number, request.tokens[: request.num_prompt])
 
+    def _refuse(self, peer: bytes, session: _Session, number: int, error: Exception) -> None:
+        session.preparing.discard(number)
+        session.requests.pop(number, None)
+        kind = wire.refusal_kind(error)
+        if not (kind == "unavailable" and self._restarts and self.service.state == FAILED):
+            self._send(peer, "refused", number, kind, str(error)[:_LONGEST_REASON])
+
     def _answer(self, peer: bytes, number: int, what: str) -> None:
-        answers: dict[str, Callable[[], dict[str, Any]]] = {"stats": self.service.stats, "health": self.service.health}
+        answers: dict[str, Callable[[], dict[str, Any]]] = {
+            "stats": self.service.stats,
+            "health": self.service.health,
+            "model": self.service.about_model,
+        }
         if what in answers:
             self._send(peer, "answer", number, answers[what]())
         else:
             self._send(peer, "refused", number, "invalid", f"there is no {what!r} to ask for")
 
-    def _sink(self, peer: bytes, number: int) -> Callable[[Update], None]:
-        def sink(update: Update) -> None:
-            self._news.put((peer, number, update))
-            self._wake()
-
-        return sink
-
-    def _wake(self) -> None:
-        if not self._woken.is_set():
-            self._woken.set()
-            try:
-                os.write(self._wake_write, b"w")
-            except BlockingIOError:
-                return  # full of wake-ups
+    def _tell(self, peer: bytes, session: _Session, number: int, news: _News) -> None:
+        self._news.put((peer, session, number, news))
+        self._waker.wake()
 
     def _take_news(self) -> None:
         while not self._news.empty():
-            peer, number, update = self._news.get()
-            session = self._sessions.get(peer)
-            if session is not None:
-                pending = session.pending.setdefault(number, _Pending())
-                pending.text += update.text
-                pending.token_ids += update.token_ids
-                pending.last = update
+            peer, session, number, news = self._news.get()
+            is_current = self._sessions.get(peer) is session  # else the number may be a new request's already
+            if news is None:
+                self._encoding -= 1
+                if number in session.unwanted:  # not before the engine has it
+                    self.service.abort(session.unwanted.pop(number))
+            elif isinstance(news, Request) and is_current:
+                self._accept(peer, session, number, news)
+            elif isinstance(news, Request):
+                session.unwanted[number] = news.id
+            elif is_current and isinstance(news, Update):
+                session.pending.setdefault(number, Pile(news)).add(news)
+            elif is_current:
+                self._refuse(peer, session, number, news)
 
     def _send_pending(self) -> None:
         for peer, session in list(self._sessions.items()):
@@ -236,7 +270,7 @@ class Port:
             return
         for number, pending in session.pending.items():
             error = pending.last.error
-            if error is not None and (isinstance(error, InvalidRequest) or not self._restarts):
+            if error is not None and (isinstance(error, _FINAL) or not self._restarts):
                 self._send(peer, "refused", number, wire.refusal_kind(error), str(error))
             if pending.last.finish_reason is not None:
                 session.requests.pop(number, None)
@@ -246,8 +280,12 @@ class Port:
         """Sends a frame, or keeps it until the handle has read what it has."""
         frame = wire.encode(kind, *items)
         session = self._sessions.get(peer)
-        if not self._send_frame(peer, frame) and session is not None and kind != "pong":
+        waits = session is not None and bool(session.unsent)  # nothing overtakes what waits already
+        if (waits or not self._send_frame(peer, frame)) and session is not None and kind != "pong":
             session.unsent.append(frame)
+            if len(session.unsent) > _FRAMES_AHEAD + len(session.requests):
+                logger.warning("a handle asks and asks and reads no answer; it is dropped")
+                self._drop(peer)
 
     def _send_frame(self, peer: bytes, frame: bytes) -> bool:
         """Whether it is on its way; a handle whose connection is gone is dropped."""
@@ -274,6 +312,9 @@ class Port:
                 self.service.abort(request_id)
 
 
-def _packed(number: int, pending: _Pending) -> list[Any]:
-    last = pending.last
-    return [number, pending.text, pending.token_ids, last.finish_reason, last.stop_reason, last.cached_tokens]
+def _packed(number: int, pile: Pile) -> list[Any]:
+    update = pile.joined()
+    return wire.pack_update(
+        *(number, update.text, update.token_ids, update.finish_reason, update.stop_reason, update.cached_tokens),
+        *(update.logprobs, update.prompt_logprobs),
+    )

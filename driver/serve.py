@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
 import sys
@@ -17,6 +18,7 @@ from driver.config import ConfigError, EngineConfig
 from driver.executor import WorkerFailed
 from driver.handle import Client
 from driver.options import engine_options
+from driver.startup import FAILED, READY
 
 logger = logging.getLogger("quadriga.serve")
 
@@ -31,7 +33,7 @@ class Host(Protocol):
     """Where the driver lives while `serve` runs: in an actor, or in this process."""
 
     def status(self) -> dict[str, Any]:
-        """As DriverActor.status."""
+        """As StartStatus.now."""
 
     def connect(self) -> Client:
         """A handle that owns the service."""
@@ -65,44 +67,80 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds that running requests get to finish on SIGTERM or SIGINT",
+        help="seconds that running requests get to finish on SIGTERM or SIGINT, or when replaced",
     )
-    group.add_argument("--replace", action="store_true", help="end a running service of this name first")
+    add_limits(parser)
+    group.add_argument("--replace", action="store_true", help="drain and end a running service of this name first")
     group.add_argument(
-        "--detach", action="store_true", help="leave the service running on the Ray cluster and return when it is ready"
+        "--detach",
+        action="store_true",
+        help="leave the service running on the Ray cluster, for handles and without HTTP; return when it is ready",
+    )
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Adds what bounds a single HTTP request."""
+    group = parser.add_argument_group("limits of one HTTP request")
+    group.add_argument("--max-body-mib", type=float, default=16.0, metavar="M", help="size of its body in MiB")
+    group.add_argument("--max-prompts", type=int, default=256, metavar="N", help="prompts in it")
+    group.add_argument("--max-choices", type=int, default=64, metavar="N", help="its `n` and `best_of`")
+    group.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of each prompt; not given: what the context length leaves",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
+    with contextlib.redirect_stdout(sys.stderr):  # of Ray's, which tells of dead workers there
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from driver.front import HttpLimits
     from driver.http_server import HttpServer, make_app  # FastAPI takes a third of a second
 
-    if args.max_queued_requests < 0 or args.drain_seconds < 0:
+    if args.max_queued_requests < 0 or not args.drain_seconds >= 0:
         raise ConfigError("--max-queued-requests and --drain-seconds must not be negative")
+    if not args.name:
+        raise ConfigError("--name must not be empty")
+    if args.detach and args.api_key:
+        raise ConfigError("--api-key guards HTTP, which a service left by --detach does not answer")
+    if not 0 < args.max_body_mib < float("inf"):
+        raise ConfigError(f"--max-body-mib must be more than 0, got {args.max_body_mib:g}")
+    limits = HttpLimits(int(args.max_body_mib * 2**20), args.max_prompts, args.max_choices, args.max_prompt_tokens)
     options = engine_options(args)
     EngineConfig(**options)  # its errors come before anything is started
     stop = _stop_on_signals()
     server = None if args.detach else HttpServer(args.host, args.port)
     host: Host | None = None
+    client: Client | None = None
     try:
         host = _make_host(args, options)
+        if server is not None:  # from now on /ready says 503, and 200 as soon as it is
+            client = host.connect()
+            server.start(make_app(client, args.api_key or (), limits))
         _show_start(host.status, stop)
         if stop.is_set():
             return 0
         if args.detach:
-            print(f"quadriga: service {args.name!r} is ready", file=sys.stderr)
+            _say(f"service {args.name!r} is ready; `quadriga stop --name {args.name}` ends it")
             return 0
-        with host.connect() as client:
-            server.start(make_app(client, args.api_key or ()))
-            print(f"quadriga: {args.name!r} is ready at {server.url}", file=sys.stderr, flush=True)
-            _wait(stop, host.status)
-            print(f"quadriga: draining, for {args.drain_seconds:g} s at most", file=sys.stderr, flush=True)
-            aborted = host.end(args.drain_seconds)
-            print(f"quadriga: stopped; {aborted} requests were aborted", file=sys.stderr, flush=True)
+        while not client.connected and not stop.wait(0.02):  # whoever is told that it is ready must not get a 503
+            pass
+        _say(f"{args.name!r} is ready at {server.url}")
+        _wait(stop, host.status)
+        _say(f"draining, for {args.drain_seconds:g} s at most; a second signal ends at once")
+        aborted = host.end(args.drain_seconds)
+        _say(f"stopped; {aborted} requests were aborted")
         return 0
     finally:
         if server is not None:
             server.close()
+        if client is not None:
+            client.close()  # before its way to the service, which is Ray's, is gone
         if host is not None:
             host.close()
 
@@ -118,44 +156,73 @@ def _make_host(args: argparse.Namespace, options: dict[str, Any]) -> Host:
     from driver.service_actor import ServiceSettings
 
     settings = ServiceSettings(args.name, args.max_queued_requests, not args.detach, args.served_model_name)
-    return ActorHost({**options, "executor": "ray"}, settings, args.replace)
+    return ActorHost({**options, "executor": "ray"}, settings, args.replace, args.drain_seconds)
 
 
 def _stop_on_signals() -> threading.Event:
+    """Set by the first signal; a second one ends the command wherever it is."""
     stop = threading.Event()
+
+    def take(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise SystemExit(128 + number)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, take)
     return stop
+
+
+def _say(message: str) -> None:
+    print(f"quadriga: {message}", file=sys.stderr, flush=True)
 
 
 def _show_start(status: Callable[[], dict[str, Any]], stop: threading.Event) -> None:
     """Shows phases, and a bar while weights load, until the service is ready. Raises what it failed with."""
-    began, phase, bar = time.monotonic(), None, None
+    began, phase, weights = time.monotonic(), None, _Weights()
     try:
         while not stop.is_set():
             now = status()
-            if now["state"] == "failed":
+            if now["state"] == FAILED:
                 raise StartFailed(now["error"]) if now["input_fault"] else WorkerFailed(now["error"])
-            if now["state"] == "ready":
+            if now["state"] == READY:
                 break
             if now["phase"] != phase:
                 phase = now["phase"]
-                print(f"quadriga: starting: {phase} …", file=sys.stderr, flush=True)
+                _say(f"starting: {phase} …")
             if now["share"] is not None:
-                bar = bar or tqdm(total=100, desc="weights", unit="%", leave=False, mininterval=0.5)
-                bar.update(round(100 * now["share"]) - bar.n)
+                weights.show(round(100 * now["share"]))
             stop.wait(POLL_SECONDS)
     finally:
-        if bar is not None:
-            bar.close()
+        weights.close()
     if not stop.is_set():
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in now["seconds"].items())
-        print(f"quadriga: ready in {time.monotonic() - began:.1f} s ({times})", file=sys.stderr, flush=True)
+        _say(f"ready in {time.monotonic() - began:.1f} s ({times})")
+
+
+class _Weights:
+    """How much of the weights is loaded: a bar on a terminal, and in a job's log a line for every quarter."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+        self._said = 0
+
+    def show(self, percent: int) -> None:
+        if sys.stderr.isatty():
+            self._bar = self._bar or tqdm(total=100, desc="weights", unit="%", leave=False, mininterval=0.5)
+            self._bar.update(percent - self._bar.n)
+        elif percent // 25 > self._said // 25:
+            self._said = percent
+            print(f"quadriga: weights {percent} %", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _wait(stop: threading.Event, status: Callable[[], dict[str, Any]]) -> None:
     """Until told to stop, or until the service has failed for good."""
     while not stop.wait(1.0):
         now = status()
-        if now["state"] == "failed":
+        if now["state"] == FAILED:
             raise WorkerFailed(f"the service has failed: {now['error']}")

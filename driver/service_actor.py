@@ -16,15 +16,15 @@ from typing import Any
 
 import ray
 
+from driver.cluster import join, running_clusters
 from driver.config import ConfigError
-from driver.errors import is_input_fault
-from driver.wire import PING_SECONDS, SILENCE_SECONDS, ServiceUnavailable
+from driver.startup import FAILED, READY, StartStatus
+from driver.wire import SILENCE_SECONDS, ServiceUnavailable
 from parallel.channel import ChannelAddress
 
 logger = logging.getLogger("quadriga.service")
 
 NAMESPACE = "quadriga"
-STARTING, READY, FAILED = "starting", "ready", "failed"
 OWNER_SECONDS = 10.0  # an owner unheard of for so long is gone, and the service ends
 LOOKUP_SECONDS = 5.0
 
@@ -49,7 +49,7 @@ class DriverActor:
         """options: fields of EngineConfig."""
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._options, self._settings = dict(options), settings
-        self._status: dict[str, Any] = {"state": STARTING, "phase": "process", "share": None, "seconds": {}}
+        self._status = StartStatus()
         self._llm: Any = None
         self._port: Any = None
         self._stopping = threading.Lock()
@@ -57,15 +57,14 @@ class DriverActor:
         threading.Thread(target=self._live, name="quadriga-driver", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
-        """state (starting, ready, failed); phase of the start and the share of it that is done, where known; seconds
-        of the phases that are done; error and input_fault where it has failed; restarted; pid."""
-        return {**self._status, "restarted": self._restarted, "pid": os.getpid()}
+        """StartStatus.now, restarted and pid."""
+        return {**self._status.now, "restarted": self._restarted, "pid": os.getpid()}
 
     def address(self) -> ChannelAddress | None:
         """Where handles connect; None while it starts. Raises ServiceUnavailable when it has failed."""
-        if self._status["state"] == FAILED:
-            raise ServiceUnavailable(f"the service has failed: {self._status['error']}")
-        return self._port.address if self._status["state"] == READY else None
+        if self._status.state == FAILED:
+            raise ServiceUnavailable(f"the service has failed: {self._status.now['error']}")
+        return self._port.address if self._status.state == READY else None
 
     def stop(self, drain_seconds: float) -> int:
         """Drains and ends engine, workers and port. Returns how many requests had to be aborted."""
@@ -88,7 +87,7 @@ class DriverActor:
             logger.exception("the service could not start")
             if self._llm is not None:
                 self._llm.close()
-            self._status.update(state=FAILED, error=str(error), input_fault=is_input_fault(error))
+            self._status.failed(error)
             self._wait_for_owner()
             return
         self._watch()
@@ -98,35 +97,38 @@ class DriverActor:
         from driver.port import Port
         from driver.service import Service
 
-        self._status["phase"] = "model files"
+        self._status.begin("model files")
         self._llm = llm = LLM(start=False, service_name=self._settings.name, **self._options)
-        llm.phases.on_begin = lambda name: self._status.update(phase=name, share=None)
-        llm.phases.on_share = lambda share: self._status.update(share=share)
+        self._status.follow(llm.phases)
         llm.start()
         service = Service(llm, self._settings.max_queued_requests, self._settings.model_name)
         self._port = Port(service, ray.util.get_node_ip_address(), restarts=True)
         self._port.start()
-        self._status.update(state=READY, phase=None, share=None, seconds=dict(llm.phases.times))
+        self._status.ready(llm.phases)
 
     def _watch(self) -> None:
         """Ends the process when the engine has failed, for Ray to start it again, and the service with its owner."""
         began = time.monotonic()
-        while self._port is not None:
+        while True:
             time.sleep(0.2)
+            port = self._port
+            if port is None:
+                return  # stopped
             failure = self._llm.failure
             if failure is not None and not self._stopping.locked():
                 logger.error("the engine has failed, the driver starts again: %s", failure)
                 self._llm.close()
                 os._exit(1)
-            port = self._port
-            if port is None or not self._settings.owned:
+            if not self._settings.owned:
                 continue
             silent = time.monotonic() - max(port.owner_seen_at, began)
             patience = OWNER_SECONDS if port.owner_seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
             if port.owner_left or silent > patience:
                 logger.warning("the owner has left; the service ends")
+                port.service.hurry()  # it may have left amid a drain that it asked for
                 self.stop(0.0)
                 self._end()
+                return
 
     def _wait_for_owner(self) -> None:
         """Gives whoever started the service time to read why it failed."""
@@ -141,37 +143,48 @@ class DriverActor:
 class Locator:
     """Finds a service's address, again and again. Raises ServiceUnavailable when there is none."""
 
-    def __init__(self, name: str, address: str = "auto") -> None:
-        """address: of the Ray cluster, as in ray.init."""
-        self.name = name
+    def __init__(self, name: str, address: str = "auto", actor: Any = None) -> None:
+        """address: of the Ray cluster, as in ray.init. actor: only this one, whoever has the name later."""
+        self.name, self._actor = name, actor
         if not ray.is_initialized():
-            join_cluster(address)
-        find_actor(name)
+            join_cluster_of(name, address)
+        elif actor is None:
+            find_actor(name)
 
     def __call__(self) -> ChannelAddress:
-        deadline = time.monotonic() + LOOKUP_SECONDS
-        while True:
-            try:
-                address = ray.get(find_actor(self.name).address.remote(), timeout=LOOKUP_SECONDS)
-            except ServiceUnavailable:
-                raise
-            except ray.exceptions.RayTaskError as error:
-                raise ServiceUnavailable(str(error.cause or error)) from error
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-                raise ServiceUnavailable(f"service {self.name!r} does not answer: {error}") from error
-            if address is not None:
-                return address
-            if time.monotonic() > deadline:
-                raise ServiceUnavailable(f"service {self.name!r} is still starting")
-            time.sleep(PING_SECONDS / 5)
+        try:
+            actor = self._actor or find_actor(self.name)
+            address = ray.get(actor.address.remote(), timeout=LOOKUP_SECONDS)
+        except ServiceUnavailable:
+            raise
+        except ray.exceptions.RayTaskError as error:
+            raise ServiceUnavailable(str(error.cause or error)) from error
+        except Exception as error:  # Ray has many: the actor restarts, its node is gone, the cluster has ended
+            raise ServiceUnavailable(f"service {self.name!r} does not answer: {error}") from error
+        if address is None:
+            raise ServiceUnavailable(f"service {self.name!r} is still starting")
+        return address
 
 
-def join_cluster(address: str) -> None:
-    """Connects this process to a running Ray cluster. Raises ServiceUnavailable when there is none."""
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ServiceUnavailable(f"no Ray cluster at {address}: {error}") from error
+def join_cluster_of(name: str, address: str) -> None:
+    """Connects this process to the running Ray cluster that has a service. Raises ServiceUnavailable when none has.
+
+    address: `auto` looks at all on this machine, as `quadriga serve` may have started one for itself.
+    """
+    trouble: Exception = ServiceUnavailable(f"there is no Ray cluster, and so no service named {name!r}")
+    for candidate in running_clusters() if address == "auto" else [address]:
+        try:
+            join(candidate)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            trouble = ServiceUnavailable(f"no Ray cluster at {candidate}: {error}")
+            continue
+        try:
+            find_actor(name)
+            return
+        except ServiceUnavailable as error:
+            ray.shutdown()
+            trouble = error
+    raise trouble
 
 
 def find_actor(name: str) -> Any:
@@ -184,8 +197,11 @@ def find_actor(name: str) -> Any:
         ) from error
 
 
-def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace: bool) -> Any:
-    """Makes the driver actor. Raises ConfigError when the name is taken and not to be replaced."""
+def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace: bool, drain_seconds: float) -> Any:
+    """Makes the driver actor. Raises ConfigError when the name is taken and not to be replaced.
+
+    drain_seconds: what the running requests of a service that is replaced get to finish.
+    """
     try:
         old = find_actor(settings.name)
     except ServiceUnavailable:
@@ -195,7 +211,9 @@ def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace
             raise ConfigError(
                 f"a service named {settings.name!r} runs on this Ray cluster already; use another name, or --replace"
             )
-        end_service(old, drain_seconds=0.0)
+        logger.warning("service %r is drained and replaced", settings.name)
+        aborted = end_service(old, drain_seconds)
+        logger.warning("the old service has ended; %d of its requests were aborted", aborted)
     return (
         ray.remote(DriverActor)
         .options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from driver.executor import Executor, InlineExecutor
 from driver.profile import profile_steps
 from driver.tokenizer import Tokenizer, load_tokenizer
 from driver.trace import StepTrace
+from driver.watchdog import Watchdog
 from parallel.split import SplitError, shard_heads
 from scheduler.blocks import BlockPool
 from scheduler.budget import TokenBudget
@@ -22,6 +24,7 @@ from scheduler.limits import Limits
 from scheduler.scheduler import Scheduler
 from scheduler.step_time import StepTimeModel
 from workers.architecture import Architecture, read_architecture
+from workers.faults import VARIABLE, read_faults
 from workers.source import resolve_model
 from workers.spec import DTYPES, WorkerReady, WorkerSpec
 
@@ -133,7 +136,8 @@ def make_engine(
     budget = TokenBudget(limits.max_num_batched_tokens, target, step_time)
     scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch, config.prefix_caching, budget)
     trace = StepTrace(config.trace_steps) if config.trace_steps else None
-    engine = Engine(executor, scheduler, config.async_depth, config.step_timeout_seconds, trace)
+    watchdog = Watchdog(config.hang_seconds, config.step_timeout_seconds)
+    engine = Engine(executor, scheduler, config.async_depth, watchdog, trace)
     engine.start()
     return engine
 
@@ -150,7 +154,10 @@ def make_executor(config: EngineConfig) -> Executor:
 
 def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: Executor) -> list[WorkerSpec]:
     """One rank's orders each."""
-    size = config.tensor_parallel_size
+    size, faults = config.tensor_parallel_size, os.environ.get(VARIABLE, "")
+    read_faults(faults)  # its errors belong to the user
+    if faults:
+        logger.warning("faults will be committed on purpose: %s=%s", VARIABLE, faults)
     return [
         WorkerSpec(
             model=config.model,
@@ -162,6 +169,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             attention_calls=config.attention_calls,
             enforce_eager=config.enforce_eager,
             fused_kernels=None if config.fused_kernels else False,
+            end_token_ids=tuple(sorted(model.end_token_ids)),
             block_size=config.block_size,
             num_rows=limits.num_rows,
             max_model_len=model.max_model_len,
@@ -171,6 +179,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             gpu_memory_utilization=config.gpu_memory_utilization,
             start_timeout_seconds=config.start_timeout_seconds,
             step_timeout_seconds=config.step_timeout_seconds,
+            faults=faults,
         )
         for rank in range(size)
     ]

@@ -85,18 +85,30 @@ class StopFilter:
 
 
 class TextStream:
-    """One request's output text. `push` and `finish` return increments; `stop` is the stop string found, if any."""
+    """One request's output text. `push` and `finish` return increments; `stop` is the stop string found, if any.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str] | None, stops: Sequence[str]) -> None:
+    min_tokens: the text of so many tokens goes out as it is; stop strings are looked for in what follows.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str] | None, stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self._detokenizer = Detokenizer(decode) if decode else None
         self._filter = StopFilter(stops)
+        self._unchecked = min_tokens
 
     @property
     def stop(self) -> str | None:
         return self._filter.matched
 
     def push(self, token_id: int) -> str:
-        return self._filter.push(self._detokenizer.push(token_id)) if self._detokenizer else ""
+        if self._detokenizer is None:
+            return ""
+        piece = self._detokenizer.push(token_id)
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            return piece
+        return self._filter.push(piece)
 
     def finish(self) -> str:
         """The rest of the text, once no more tokens come."""

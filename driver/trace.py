@@ -17,10 +17,11 @@ from scheduler.step import StepInFlight
 class StepTrace:
     """Writes a line when a step's result is in.
 
-    Fields: step; published_s and done_s, seconds since the trace began; measured_s, from when the workers could begin
-    the step to its result, predicted_s, what the step-time model expected (null while it knows nothing), worker_s,
-    what rank 0 spent on it; prefill_tokens, decode_tokens, budget, which the step could have had; prefill_pairs and
-    decode_context as in StepWork; chunks, [row, start, length] each; running, waiting and free_blocks after planning.
+    Fields: epoch, step; published_s and done_s, seconds since the trace began; measured_s, from when the workers could
+    begin the step to its result, predicted_s, what the step-time model expected (null while it knows nothing),
+    worker_s, what rank 0 spent on it; prefill_tokens, decode_tokens, budget, which the step could have had;
+    prefill_pairs and decode_context as in StepWork; chunks, [row, start, length] each; running, waiting and free_blocks
+    after planning.
     """
 
     def __init__(self, path: str) -> None:
@@ -36,6 +37,7 @@ class StepTrace:
         step = scheduler.in_flight[-1]
         self._pending.append(
             {
+                "epoch": plan.epoch,
                 "step": plan.step,
                 "published_s": round(time.perf_counter() - self._began, 6),
                 "prefill_tokens": plan.num_prefill_tokens,
@@ -57,6 +59,10 @@ class StepTrace:
         line["predicted_s"] = None if step.predicted is None else round(step.predicted, 6)
         line["worker_s"] = round(result.seconds, 6)
         self._file.write(json.dumps(line) + "\n")
+
+    def epoch_ended(self) -> None:
+        """The results of the steps in flight will not come."""
+        self._pending.clear()
 
     def close(self) -> None:
         self._file.close()

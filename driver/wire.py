@@ -4,7 +4,9 @@
     hello   token, version, owner                   welcome   about
     ask     number, body                            accepted  number, prompt token ids
     abort   number                                  updates   [[number, text, token ids, finish reason,
-    query   number, "stats" | "health"                          stop reason, cached tokens], ...]
+    query   number, "stats", "health", "model"                  stop reason, cached tokens,
+                                                              their and the prompt's log
+                                                              probabilities], ...]
     ping                                            refused   number, kind, message
     bye                                             answer    number, mapping
                                                     pong
@@ -21,9 +23,10 @@ from typing import Any
 
 import msgpack
 
+from scheduler.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
 from scheduler.params import InvalidRequest, SamplingParams
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_NUMBER = 2**63 - 1
 
@@ -42,6 +45,10 @@ class Overloaded(RuntimeError):
 
 class ServiceUnavailable(RuntimeError):
     """The service cannot be reached, is shutting down, or has failed; the message says which."""
+
+
+class ShutDown(ServiceUnavailable):
+    """The service ended before the request did."""
 
 
 class RequestFailed(RuntimeError):
@@ -81,6 +88,8 @@ class Ask:
 
 def ask_body(ask: Ask) -> dict[str, Any]:
     params = {name: value for name, value in asdict(ask.params).items() if value is not None}
+    if "logit_bias" in params:  # keys that are no strings are refused where messages are decoded
+        params["logit_bias"] = {str(token_id): bias for token_id, bias in params["logit_bias"].items()}
     return {"prompt": ask.prompt, "params": params, "produced": ask.produced, "seen": ask.seen}
 
 
@@ -89,11 +98,53 @@ def read_ask(body: Any) -> Ask:
     if not isinstance(body, dict) or set(body) - {"prompt", "params", "produced", "seen"}:
         raise InvalidRequest("a request must be a mapping of prompt, params, produced and seen")
     params, produced, seen = body.get("params", {}), body.get("produced", []), body.get("seen", 0)
-    if not isinstance(params, Mapping):
-        raise InvalidRequest(f"params must be a mapping, got {type(params).__name__}")
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise InvalidRequest(f"params must be a mapping with names as keys, got {type(params).__name__}")
     if not isinstance(produced, list) or type(seen) is not int or seen < 0:
         raise InvalidRequest("produced must be a list of token ids and seen a number of characters")
-    return Ask(body.get("prompt"), SamplingParams.from_mapping(params), produced, seen)
+    ask = Ask(body.get("prompt"), SamplingParams.from_mapping(params), produced, seen)
+    if ask.is_chat and not all(isinstance(message, dict) for message in ask.prompt):
+        raise InvalidRequest("the messages of a conversation must all be mappings")
+    return ask
+
+
+def pack_update(
+    number: int,
+    text: str,
+    token_ids: list[int],
+    finish_reason: str | None,
+    stop_reason: int | str | None,
+    cached_tokens: int,
+    logprobs: list[TokenLogprobs] | None,
+    prompt_logprobs: list[TokenLogprobs | None] | None,
+) -> list[Any]:
+    """An item of an updates message, with fields as in driver.engine.Update."""
+    scores = [
+        None if logprobs is None else pack_logprobs(logprobs),
+        None if prompt_logprobs is None else pack_logprobs(prompt_logprobs[1:]),
+    ]
+    return [number, text, token_ids, finish_reason, stop_reason, cached_tokens, *scores]
+
+
+def read_update(item: Any) -> list[Any]:
+    """The arguments of `pack_update`. Raises WireError for what it does not make."""
+    if not isinstance(item, list) or len(item) != 8:
+        raise WireError("an update must be a list of 8 items")
+    number, text, token_ids, finish_reason, stop_reason, cached_tokens, logprobs, prompt_logprobs = item
+    if not (_is_a(number, int) and isinstance(text, str) and _is_a(cached_tokens, int)):
+        raise WireError("an update must begin with a number and a text and count its cached tokens")
+    if not isinstance(token_ids, list) or not all(_is_a(token, int) for token in token_ids):
+        raise WireError("an update must carry a list of token ids")
+    if not isinstance(finish_reason, str | None) or not isinstance(stop_reason, str | int | None):
+        raise WireError("an update's finish reason must be a name, and its stop reason a string or a token id")
+    try:
+        logprobs = None if logprobs is None else unpack_logprobs(logprobs)
+        prompt_logprobs = None if prompt_logprobs is None else [None, *unpack_logprobs(prompt_logprobs)]
+    except (ValueError, TypeError) as error:
+        raise WireError(f"an update's log probabilities cannot be read: {error}") from error
+    if logprobs is not None and len(logprobs) != len(token_ids):
+        raise WireError(f"an update has {len(logprobs)} log probabilities for {len(token_ids)} tokens")
+    return [number, text, token_ids, finish_reason, stop_reason, cached_tokens, logprobs, prompt_logprobs]
 
 
 def encode(kind: str, *items: Any) -> bytes:

@@ -8,14 +8,14 @@ that it was given through Ray; what comes from anyone else is dropped. Delivery 
 from __future__ import annotations
 
 import math
-import os
 import secrets
-import threading
 import time
 from dataclasses import dataclass
 
 import zmq
 import zmq.utils.monitor
+
+from parallel.wake import WakePipe
 
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 8000
@@ -93,13 +93,11 @@ class DriverChannel:
         self.address = bind(self._socket, host)
         self._peers: dict[int, bytes] = {}
         self._ranks: dict[bytes, int] = {}
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._waker = WakePipe()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._closed = False
-        self._lock = threading.Lock()
 
     @property
     def missing_rank(self) -> int | None:
@@ -118,27 +116,21 @@ class DriverChannel:
         """The next message of a rank, or None when woken or when time is up."""
         timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
         ready = dict(self._poller.poll(timeout))
-        if self._wake_read in ready:
-            os.read(self._wake_read, 4096)
+        if self._waker.fileno() in ready:
+            self._waker.take()
         if self._socket not in ready:
             return None
         return self._take(self._socket.recv_multipart())
 
     def wake(self) -> None:
         """Makes a `receive` that waits, or the next one, return."""
-        with self._lock:
-            if not self._closed:
-                try:
-                    os.write(self._wake_write, b"w")
-                except BlockingIOError:
-                    return  # the pipe is full of wake-ups already
+        self._waker.wake()
 
     def close(self) -> None:
         """Says goodbye to the ranks and frees the sockets. May be called twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True
         for peer in self._peers.values():
             try:
                 self._socket.send_multipart([peer, b"close", b""], flags=zmq.NOBLOCK)
@@ -146,8 +138,7 @@ class DriverChannel:
                 continue  # that rank is gone, which is what was wanted
         self._socket.close()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._waker.close()
 
     def _take(self, parts: list[bytes]) -> Message | None:
         if len(parts) != 3:

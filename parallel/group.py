@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 import psutil
@@ -15,6 +16,10 @@ from parallel.shared_memory import SharedMemory, open_shared_memory
 
 class GroupError(RuntimeError):
     """The ranks could not be brought together, or a collective failed; the message names rank and operation."""
+
+
+class CollectiveError(GroupError):
+    """A collective failed because of another rank: it is gone, or did not come in time."""
 
 
 class TensorParallelGroup:
@@ -33,31 +38,31 @@ class TensorParallelGroup:
         self.rank = rank
         self.size = size
         self._group = group
-        self._shared = shared
+        self.shared = shared
 
     @property
     def transport(self) -> str:
         """What carries the collectives, for the log."""
         if self.size == 1:
             return "none"
-        return "shared memory" if self._shared else dist.get_backend(self._group)
+        return "shared memory" if self.shared else dist.get_backend(self._group)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over all ranks, in place."""
-        if self._shared is not None:
-            return self._shared.all_reduce(tensor)
+        if self.shared is not None:
+            return self.shared.all_reduce(tensor)
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._group)
+            self._run(dist.all_reduce, tensor)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stacks every rank's `tensor` (same shape everywhere): [size, *shape]."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        if self._shared is not None:
-            return self._shared.all_gather(tensor)
+        if self.shared is not None:
+            return self.shared.all_gather(tensor)
         out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather(list(out.unbind(0)), tensor.contiguous(), group=self._group)
+        self._run(dist.all_gather, list(out.unbind(0)), tensor.contiguous())
         return out
 
     def smallest(self, value: int, device: torch.device) -> int:
@@ -65,23 +70,61 @@ class TensorParallelGroup:
         if self.size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+        self._run(dist.all_reduce, tensor, op=dist.ReduceOp.MIN)
         return int(tensor.item())
 
+    def leave(self) -> None:
+        """Ends a collective that this rank waits in, as far as its transport can do that. From any thread.
+
+        The group is of no more use then; `renew` gives it another life.
+        """
+        if self.shared is not None:
+            self.shared.leave()
+        elif self.size > 1 and dist.is_initialized() and dist.get_backend(self._group) == "nccl":
+            # Collectives of NCCL wait on the device, where nothing but this ends them. Gloo's see a closed connection.
+            dist.distributed_c10d._abort_process_group(self._group)
+
+    def renew(self, other: TensorParallelGroup) -> None:
+        """Goes on as `other`, a group of the same rank and size that was just joined."""
+        if (other.rank, other.size) != (self.rank, self.size):
+            raise GroupError(f"rank {self.rank} of {self.size} cannot go on as rank {other.rank} of {other.size}")
+        self._group, self.shared = other._group, other.shared
+
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
+    def _run(self, collective: Callable[..., object], *tensors: object, **options: object) -> None:
+        try:
+            collective(*tensors, group=self._group, **options)
+        except RuntimeError as error:  # Gloo's are of no other kind
+            name = collective.__name__
+            raise CollectiveError(f"rank {self.rank} of {self.size} failed in {name}: {error}") from error
+
 
 def open_store(host: str, size: int, timeout_seconds: float) -> tuple[dist.TCPStore, int]:
-    """Rank 0's meeting point on `host`. The port is bound before it is returned, so no other process can take it."""
-    store = dist.TCPStore(
-        host, 0, world_size=size, is_master=True, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False
-    )
-    return store, store.port
+    """Rank 0's meeting point, which listens on `host` alone; left to itself, torch would listen on every interface.
+
+    The port is bound before it is returned, so no other process can take it.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(address)
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            world_size=size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, port
 
 
 def join_store(host: str, port: int, size: int, timeout_seconds: float) -> dist.TCPStore:

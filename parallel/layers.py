@@ -7,6 +7,7 @@ each row-parallel layer restores the full activations (Megatron-LM, arXiv 1909.0
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,63 @@ from parallel.loader import Checkpoint
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Products(Protocol):
+    """What multiplies with a weight, and the layout that it wants the weight in."""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [outputs, inputs] in that layout."""
+
+    def multiply(
+        self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
+    ) -> torch.Tensor:
+        """x [..., inputs] -> [..., outputs] in the dtype of x, or in fp32 when it is to be wide."""
+
+    def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+        """Rows ids - first_id, [n, inputs]; zeros for ids that are none of the matrix."""
+
+
+class TorchProducts:
+    """Plain torch, on the weight as it was read."""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def multiply(
+        self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
+    ) -> torch.Tensor:
+        y = F.linear(x, matrix.weight, bias)
+        return y.float() if wide else y
+
+    def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+        local = ids - first_id
+        elsewhere = (local < 0) | (local >= matrix.outputs)
+        return F.embedding(local.masked_fill(elsewhere, 0), matrix.weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+class Matrix(nn.Module):
+    """A weight that is filled once and then only multiplied with.
+
+    weight: [outputs, inputs] until other products adopt it, then in their layout.
+    """
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.outputs, self.inputs = outputs, inputs
+        self.weight = _empty(outputs, inputs, dtype=dtype, device=device)
+        self.products: Products = TorchProducts()
+
+    def adopt(self, products: Products) -> None:
+        """Hands the weight over; there is never more than one copy of it once this returns."""
+        self.weight = nn.Parameter(products.pack(self.weight), requires_grad=False)
+        self.products = products
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False) -> torch.Tensor:
+        return self.products.multiply(self, x, bias, wide)
+
+    def lookup(self, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+        return self.products.lookup(self, ids, first_id)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -38,7 +96,7 @@ class ColumnParallelLinear(nn.Module):
         self.in_features = in_features
         self.parts = list(parts)
         self.sizes = [len(outputs) for _, _, outputs in self.parts]
-        self.weight = _empty(sum(self.sizes), in_features, dtype=dtype, device=device)
+        self.matrix = Matrix(sum(self.sizes), in_features, dtype, device)
         self.bias = _empty(sum(self.sizes), dtype=dtype, device=device) if bias else None
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -46,13 +104,13 @@ class ColumnParallelLinear(nn.Module):
         for name, size, outputs in self.parts:
             stop = start + len(outputs)
             weight = checkpoint.read(f"{name}.weight", (size, self.in_features), {0: outputs})
-            self.weight[start:stop].copy_(weight)
+            self.matrix.weight[start:stop].copy_(weight)
             if self.bias is not None:
                 self.bias[start:stop].copy_(checkpoint.read(f"{name}.bias", (size,), {0: outputs}))
             start = stop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.matrix(x, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -72,17 +130,17 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.name, self.in_features, self.inputs, self.out_features = name, in_features, inputs, out_features
         self.group = group
-        self.weight = _empty(out_features, len(inputs), dtype=dtype, device=device)
+        self.matrix = Matrix(out_features, len(inputs), dtype, device)
         self.bias = _empty(out_features, dtype=dtype, device=device) if bias else None
 
     def load(self, checkpoint: Checkpoint) -> None:
         shape = (self.out_features, self.in_features)
-        self.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {1: self.inputs}))
+        self.matrix.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {1: self.inputs}))
         if self.bias is not None:
             self.bias.copy_(checkpoint.read(f"{self.name}.bias", (self.out_features,)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.group.all_reduce(F.linear(x, self.weight))
+        y = self.group.all_reduce(self.matrix(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -102,19 +160,14 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.name, self.vocab_size, self.ids, self.hidden_size = name, vocab_size, ids, hidden_size
         self.group = group
-        self.weight = _empty(len(ids), hidden_size, dtype=dtype, device=device)
+        self.matrix = Matrix(len(ids), hidden_size, dtype, device)
 
     def load(self, checkpoint: Checkpoint) -> None:
         shape = (self.vocab_size, self.hidden_size)
-        self.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
+        self.matrix.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
-        local = token_ids - self.ids.start
-        elsewhere = (local < 0) | (local >= len(self.ids))
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        return self.group.all_reduce(self.matrix.lookup(token_ids, self.ids.start))
 
 
 class ParallelHead(nn.Module):
@@ -136,12 +189,12 @@ class ParallelHead(nn.Module):
         super().__init__()
         self.name, self.vocab_size, self.ids, self.hidden_size = name, vocab_size, ids, hidden_size
         self.tied = tied is not None
-        self.weight = tied.weight if tied else _empty(len(ids), hidden_size, dtype=dtype, device=device)
+        self.matrix = tied.matrix if tied else Matrix(len(ids), hidden_size, dtype, device)
 
     def load(self, checkpoint: Checkpoint) -> None:
         if not self.tied:
             shape = (self.vocab_size, self.hidden_size)
-            self.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
+            self.matrix.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight).float()
+        return self.matrix(hidden, wide=True)

@@ -91,7 +91,7 @@ class Checkpoint:
                 weight_map = json.loads(index.read_text())["weight_map"]
                 names = sorted(set(weight_map.values()))
                 paths = [self.folder / name for name in names]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"cannot read {index}: {error!r}") from error
             outside = [name for name in names if Path(name).name != name]
             if outside:

@@ -91,6 +91,13 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Makes taken blocks unknown to the cache again."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._block_of[key]
+
     def lookup(self, keys: Iterable[bytes]) -> list[int]:
         """The cached blocks of the longest prefix of `keys`; they are not taken yet."""
         found = []

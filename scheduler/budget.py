@@ -8,14 +8,15 @@ and so becomes smaller.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from scheduler.step_time import StepCosts, StepTimeModel, StepWork, chunk_pairs
 
 MIN_PREFILL_TOKENS = 16  # a step's prefill advances by this much even where the target cannot be held
-TAIL_WINDOW = 64  # mixed steps from which the spread around the prediction is known
-TAIL_SHARE = 0.95  # this share of them ...
-TAIL_ROOM = 1.05  # ... may take this many times the target, and no more
+RECENT_MIXED = 16  # steps that tell how much slower than the model's costs the next one may turn out
+ROOM = 1.06  # for what the recent steps did not show
 
 
 @dataclass(slots=True)
@@ -45,9 +46,11 @@ class StepBudget:
         if self.seconds is not None:
             seconds = self.seconds if begun else self.seconds - self.costs.sequences
             # A hair more than the root, so that a budget solved for n tokens does not come out as n - 1.
-            limit = int(min(self.costs.longest_chunk(start, seconds) * (1 + 1e-9), limit))
-            if limit < MIN_PREFILL_TOKENS:  # not worth a sequence's costs, unless prefill would stand still
-                limit = min(self.reserve, self.tokens)
+            in_time = self.costs.longest_chunk(start, seconds) * (1 + 1e-9)
+            # A crumb is not worth a sequence's costs, unless prefill would stand still.
+            if not begun and in_time < min(MIN_PREFILL_TOKENS, self.tokens):
+                in_time = self.reserve
+            limit = int(min(in_time, self.tokens))
         if self.solved is None:
             self.solved = limit
         return limit
@@ -74,15 +77,16 @@ class TokenBudget:
         self.max_tokens = max_tokens
         self.target_seconds = target_seconds
         self.model = model or StepTimeModel()
-        self._tail: deque[float] = deque(maxlen=TAIL_WINDOW)
-        self._spread = 1.0
+        self._slowness = Slowness()
+        for work, seconds in self.model.samples():
+            self._learn_slowness(work, seconds)
 
     def for_step(self, num_decodes: int, decode_context: int) -> StepBudget:
         """What is left for prefill beside these decodes. decode_context: as in StepWork."""
         budget = StepBudget(self.max_tokens - num_decodes)
         costs = self.model.costs
         if self.target_seconds is not None and num_decodes and costs is not None:
-            allowed = self.target_seconds / (self.model.drift * self._spread)
+            allowed = self.target_seconds / max(self._slowness.expected, self.model.drift)
             budget.seconds = allowed - costs.seconds(StepWork(num_decodes, num_decodes, 0, decode_context))
             budget.costs = costs
             budget.reserve = MIN_PREFILL_TOKENS
@@ -92,11 +96,36 @@ class TokenBudget:
         """Seconds that a step with this work should take, or None while nothing is known."""
         return self.model.predict(work)
 
-    def observe(self, work: StepWork, predicted: float | None, seconds: float) -> None:
-        """Learns from a step. predicted: what the model said when the step was planned."""
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learns from a step and the seconds that it took."""
+        self._learn_slowness(work, seconds)
         self.model.observe(work, seconds)
-        if work.is_mixed and predicted:
-            self._tail.append(seconds / predicted)
-            if len(self._tail) >= 8:
-                worst = sorted(self._tail)[min(int(TAIL_SHARE * len(self._tail)), len(self._tail) - 1)]
-                self._spread = max(1.0, worst / TAIL_ROOM)
+
+    def _learn_slowness(self, work: StepWork, seconds: float) -> None:
+        if self.target_seconds is not None and work.is_mixed and self.model.costs is not None:
+            self._slowness.add(seconds / max(self.model.costs.seconds(work), 1e-9))
+
+
+class Slowness:
+    """How many times the model's costs the next step in which decodes wait for prefill may take.
+
+    Of the recent ones, the second slowest: a single hiccup tells nothing, a second one does. When the newest are slower
+    than those before, the machine has just become slower, and the same spread is expected around its new pace.
+
+    expected: 1 before the first step.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque([1.0] * RECENT_MIXED, maxlen=RECENT_MIXED)
+        self.expected = 1.0
+
+    def add(self, ratio: float) -> None:
+        """Takes in a step that took `ratio` times what the model's costs say."""
+        self._ratios.append(ratio)
+        *before, one, two, three = self._ratios
+        pace, spread = median((one, two, three)), _second_largest(before) / median(before)
+        self.expected = ROOM * max(_second_largest(self._ratios), pace * spread)
+
+
+def _second_largest(values: Iterable[float]) -> float:
+    return sorted(values)[-2]

@@ -5,22 +5,35 @@ A frame is a flat list, so that steady decode is a few dozen bytes. Token lists 
 
 from __future__ import annotations
 
-import array
-import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
-from scheduler.plan import Admission, Chunk, StepPlan
+from scheduler.logprobs import TokenLogprobs, pack, pack_logprobs, unpack, unpack_logprobs
+from scheduler.plan import Admission, Chunk, Extras, StepPlan
 
 _INT32_MAX = 2**31 - 1
 
 
 class FrameError(RuntimeError):
     """Bytes that are not a frame of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepExtras:
+    """What few requests ask for besides tokens.
+
+    logprobs: places among the step's sampled rows, and their tokens' log probabilities.
+    prompt_logprobs: (which of the step's chunks, index of the first token in its row, the tokens' log probabilities).
+    failures: places among the sampled rows that cannot go on, and why; their tokens mean nothing.
+    """
+
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,7 @@ class StepResult:
     step: int
     tokens: list[int]
     seconds: float
+    extras: StepExtras | None = None
 
 
 def tokens_crc(tokens: list[int]) -> int:
@@ -47,7 +61,17 @@ def encode_plan(plan: StepPlan) -> bytes:
             plan.epoch,
             plan.step,
             [
-                [a.row, _pack(a.tokens), a.seed, a.temperature, a.top_k, a.top_p, a.min_p, a.computed]
+                [
+                    a.row,
+                    _pack(a.tokens),
+                    a.seed,
+                    a.temperature,
+                    a.top_k,
+                    a.top_p,
+                    a.min_p,
+                    a.computed,
+                    _packed(a.extras),
+                ]
                 for a in plan.admissions
             ],
             plan.new_blocks,
@@ -67,12 +91,18 @@ def decode_plan(frame: bytes) -> StepPlan:
 
 
 def encode_result(result: StepResult) -> bytes:
-    return msgpack.packb([result.epoch, result.step, _pack(result.tokens), result.seconds])
+    extras = result.extras
+    packed = extras and [
+        [[place, pack_logprobs([entry])] for place, entry in extras.logprobs],
+        [[chunk, first, pack_logprobs(entries)] for chunk, first, entries in extras.prompt_logprobs],
+        extras.failures,
+    ]
+    return msgpack.packb([result.epoch, result.step, _pack(result.tokens), result.seconds, packed])
 
 
 def decode_result(frame: bytes) -> StepResult:
     """Raises FrameError for anything that is not a well-formed result."""
-    return _decode(frame, 4, _result)
+    return _decode(frame, 5, _result)
 
 
 def _plan(items: list[Any]) -> StepPlan:
@@ -93,12 +123,28 @@ def _plan(items: list[Any]) -> StepPlan:
 
 
 def _result(items: list[Any]) -> StepResult:
-    epoch, step, tokens, seconds = items
-    return StepResult(_count(epoch), _count(step), _unpack(tokens), _typed(seconds, float))
+    epoch, step, tokens, seconds, extras = items
+    extras = None if extras is None else _step_extras(*_typed(extras, list))
+    return StepResult(_count(epoch), _count(step), _unpack(tokens), _typed(seconds, float), extras)
+
+
+def _step_extras(logprobs: Any, prompt_logprobs: Any, failures: Any) -> StepExtras:
+    sampled = []
+    for place, columns in _typed(logprobs, list):
+        (entry,) = unpack_logprobs(columns)
+        sampled.append((_count(place), entry))
+    return StepExtras(
+        sampled,
+        [
+            (_count(chunk), _count(first), unpack_logprobs(columns))
+            for chunk, first, columns in _typed(prompt_logprobs, list)
+        ],
+        [(_count(place), _typed(reason, str)) for place, reason in _typed(failures, list)],
+    )
 
 
 def _admission(
-    row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, computed: Any
+    row: Any, tokens: Any, seed: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, computed: Any, extras: Any
 ) -> Admission:
     return Admission(
         _count(row),
@@ -109,6 +155,45 @@ def _admission(
         _typed(top_p, float),
         _typed(min_p, float),
         _count(computed),
+        None if extras is None else _extras(*_typed(extras, list)),
+    )
+
+
+def _packed(extras: Extras | None) -> list[Any] | None:
+    if extras is None:
+        return None
+    e = extras
+    return [
+        *(e.num_prompt, e.frequency_penalty, e.presence_penalty, e.repetition_penalty, _pack(e.bias_ids), e.biases),
+        *(e.min_tokens, _pack(e.end_ids), e.logprobs, e.prompt_logprobs, e.scored, e.guide),
+    ]
+
+
+def _extras(
+    num_prompt: Any,
+    frequency: Any,
+    presence: Any,
+    repetition: Any,
+    bias_ids: Any,
+    biases: Any,
+    min_tokens: Any,
+    end_ids: Any,
+    logprobs: Any,
+    prompt_logprobs: Any,
+    scored: Any,
+    guide: Any,
+) -> Extras:
+    ids, values = _unpack(bias_ids), _floats(biases)
+    if len(ids) != len(values):
+        raise FrameError(f"{len(ids)} biased ids came with {len(values)} biases")
+    if guide is not None:
+        kind, text = _typed(guide, list)
+        guide = (_typed(kind, str), _typed(text, str))
+    return Extras(
+        _count(num_prompt),
+        *(_typed(frequency, float), _typed(presence, float), _typed(repetition, float), ids, values),
+        *(_count(min_tokens), _unpack(end_ids), _optional_count(logprobs), _optional_count(prompt_logprobs)),
+        *(_count(scored), guide),
     )
 
 
@@ -140,20 +225,21 @@ def _count(value: Any, high: int = _INT32_MAX) -> int:
     return value
 
 
+def _optional_count(value: Any) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _floats(values: Any) -> list[float]:
+    return [_typed(value, float) for value in _typed(values, list)]
+
+
 def _counts(values: Any) -> list[int]:
     return [_count(value) for value in _typed(values, list)]
 
 
 def _pack(tokens: list[int]) -> bytes:
-    packed = array.array("i", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return pack("i", tokens)
 
 
 def _unpack(data: Any) -> list[int]:
-    packed = array.array("i")
-    packed.frombytes(_typed(data, bytes))
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tolist()
+    return unpack("i", data)

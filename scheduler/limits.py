@@ -27,6 +27,7 @@ class Limits:
     max_partial_prefills: prompts longer than long_prefill_token_threshold that may be in mid-prefill at once; 0 for
         any number. Shorter ones pass those that wait for this.
     long_prefill_token_threshold: tokens of one prompt in a step while other prompts could use the rest; 0 for any.
+        Without chunked prefill it only says which prompts are long.
     """
 
     max_num_batched_tokens: int

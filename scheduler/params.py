@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from scheduler.guide import Guide, InvalidGuide
 
 DEFAULT_MAX_TOKENS = 128
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
@@ -12,6 +14,10 @@ MAX_TEMPERATURE = 1000.0
 MAX_COUNT = 2**31 - 1  # counts travel to the workers in 32 bits
 MAX_STOP_STRINGS = 64
 MAX_PRIORITY = 100
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 300
+MAX_LOGPROBS = 20
 
 
 class InvalidRequest(ValueError):
@@ -33,6 +39,15 @@ class SamplingParams:
     ignore_eos: go on after the model's end tokens.
     priority: lower is served first where the engine's policy is `priority`; between -100 and 100.
     cache_salt: requests share cached prefixes only with those of the same salt, so that none can probe another's.
+    frequency_penalty: taken from a token's logit for each time it is in the output, in [-2, 2].
+    presence_penalty: taken from the logits of the tokens that are in the output, in [-2, 2].
+    repetition_penalty: divides the positive and multiplies the negative logits of the tokens in prompt or output,
+        in (0, 2]; 1 is off.
+    logit_bias: added to the logits of these token ids, in [-100, 100], at most 300 of them; ids may be decimal strings.
+    logprobs: give each output token's log probability and those of so many most likely ones, 0 to 20; None: none.
+    prompt_logprobs: the same for each prompt token but the first.
+    min_tokens: no end token, and no stop string in the text after so many tokens only.
+    guide: what the output must match, a Guide or a mapping with one of its fields.
 
     Raises InvalidRequest for a value out of range.
     """
@@ -48,6 +63,14 @@ class SamplingParams:
     ignore_eos: bool = False
     priority: int = 0
     cache_salt: str | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
@@ -65,6 +88,21 @@ class SamplingParams:
         _integer("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise InvalidRequest(f"cache_salt must be a string, got {self.cache_salt!r}")
+        _number("frequency_penalty", self.frequency_penalty, low=-MAX_PENALTY, high=MAX_PENALTY)
+        _number("presence_penalty", self.presence_penalty, low=-MAX_PENALTY, high=MAX_PENALTY)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=MAX_PENALTY, low_open=True)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        _integer("min_tokens", self.min_tokens, low=0, high=MAX_COUNT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.guide is not None:
+            try:
+                object.__setattr__(self, "guide", Guide.of(self.guide))
+            except InvalidGuide as error:
+                raise InvalidRequest(str(error)) from error
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -110,3 +148,24 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     for item in items:
         _integer(f"{name} entry", item, low=0, high=MAX_COUNT)
     return tuple(items)
+
+
+def _biases(value: object) -> dict[int, float] | None:
+    """Token id -> bias, with the ids as integers."""
+    if not value and (value is None or isinstance(value, Mapping)):
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"logit_bias must be a mapping of token ids to numbers, got {value!r}")
+    if len(value) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"logit_bias may hold at most {MAX_BIASED_TOKENS} tokens, got {len(value)}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # JSON has no other keys than strings. Long ones are no token ids, and slow to convert.
+        is_decimal = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10
+        token_id = int(key) if is_decimal else key
+        _integer("logit_bias token id", token_id, low=0, high=MAX_COUNT)
+        if token_id in biases:
+            raise InvalidRequest(f"logit_bias names token id {token_id} twice")
+        _number(f"logit_bias of token {token_id}", bias, low=-MAX_BIAS, high=MAX_BIAS)
+        biases[token_id] = float(bias)
+    return biases

@@ -22,10 +22,35 @@ class PlanMismatch(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Extras:
+    """What few requests ask of sampling, as in SamplingParams; what is not asked is None, 0 or empty.
+
+    num_prompt: how many of the admission's tokens are the prompt; the others are output.
+    bias_ids, biases: as many of each. end_ids: what is kept out until there are min_tokens output tokens.
+    prompt_logprobs: how many, for the prompt's tokens from index `scored` on.
+    guide: its kind and its text.
+    """
+
+    num_prompt: int
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias_ids: list[int] = field(default_factory=list)
+    biases: list[float] = field(default_factory=list)
+    min_tokens: int = 0
+    end_ids: list[int] = field(default_factory=list)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    scored: int = 0
+    guide: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """A row (re)starts: all tokens known so far, and how they are to be sampled.
 
     computed: leading tokens whose keys and values are in the row's first blocks already.
+    extras: None for nearly all requests.
     """
 
     row: int
@@ -36,6 +61,7 @@ class Admission:
     top_p: float
     min_p: float
     computed: int = 0
+    extras: Extras | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,14 @@ class PrefixCache:
         self.enabled = enabled
 
     def find(self, request: Request) -> list[int]:
-        """The cached blocks that the request can start from; its last token is always computed."""
+        """The cached blocks that the request can start from; its last token is always computed.
+
+        So are the prompt tokens whose successors' log probabilities are asked for and not known yet.
+        """
         if not self.enabled:
             return []
-        return self.pool.lookup(self._keys(request, (len(request.tokens) - 1) // self.pool.block_size))
+        known = len(request.tokens) if request.is_scored else len(request.prompt_logprobs)
+        return self.pool.lookup(self._keys(request, (known - 1) // self.pool.block_size))
 
     def publish(self, request: Request, computed: int) -> None:
         """Offers the request's full blocks to the cache; its first `computed` tokens have been computed."""
@@ -35,6 +39,10 @@ class PrefixCache:
         for index in range(request.published, full):
             self.pool.publish(request.blocks[index], keys[index])
         request.published = max(request.published, full)
+
+    def withdraw(self, request: Request) -> None:
+        """Takes back what the request has published: its contents are not to be trusted."""
+        self.pool.withdraw(request.blocks[: request.published])
 
     def _keys(self, request: Request, count: int) -> list[bytes]:
         """The chained keys of the request's first `count` blocks, all of whose tokens are known."""

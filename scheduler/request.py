@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from scheduler.logprobs import TokenLogprobs
 from scheduler.params import SamplingParams
 
 
@@ -36,6 +37,8 @@ class Request:
     order: its place among requests, given by the scheduler; smaller is served first.
     num_prompt: how many of `tokens` are the prompt; None means all of them. The others are output of an earlier run.
     cached_tokens: prompt tokens whose keys and values the prefix cache had when it first started.
+    logprobs: of its newest output tokens, for whoever passes them on to take out.
+    prompt_logprobs: of its leading prompt tokens, as far as they are known; the first token has none.
     """
 
     id: str
@@ -59,10 +62,17 @@ class Request:
     finish_reason: str | None = field(default=None, init=False)
     stop_reason: int | str | None = field(default=None, init=False)
     preemptions: int = field(default=0, init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None], init=False)
 
     def __post_init__(self) -> None:
         if self.num_prompt is None:
             self.num_prompt = len(self.tokens)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether all log probabilities of the prompt that were asked for are known."""
+        return self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 
+from scheduler.admission import admission_of
 from scheduler.blocks import BlockPool
-from scheduler.budget import TokenBudget
+from scheduler.budget import StepBudget, TokenBudget
 from scheduler.decoding import DecodingSet
 from scheduler.frame import StepResult
 from scheduler.limits import Limits
 from scheduler.params import InvalidRequest
-from scheduler.plan import Admission, Chunk, StepPlan
+from scheduler.plan import Chunk, StepPlan
 from scheduler.prefix import PrefixCache
 from scheduler.request import Phase, Request
-from scheduler.step import BegunChunk, Counters, Draft, StepInFlight
+from scheduler.step import BegunChunk, Counters, Draft, StepInFlight, take_extras
 from scheduler.step_time import StepWork, chunk_pairs
 
 
@@ -38,20 +39,46 @@ class Scheduler:
         budget: TokenBudget | None = None,
     ) -> None:
         self.limits = limits
-        self.pool = pool
-        self.epoch = epoch
         self.budget = budget or TokenBudget(limits.max_num_batched_tokens)
-        self._prefixes = PrefixCache(pool, prefix_caching)
         self.counters = Counters()
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # likewise
-        self.in_flight: deque[StepInFlight] = deque()
-        self._free_rows = list(range(limits.num_rows - 1, -1, -1))
-        self._decoding = DecodingSet()
+        # For the caller of `update` to take out: who could not follow its guide, and why; whose logits were not finite.
+        self.failed: list[tuple[Request, str]] = []
+        self.not_finite: list[Request] = []
+        self.only: Request | None = None  # while set, no other waiting request is started
+        self._prefix_caching = prefix_caching
         self._arrivals = 0
+        self._start_epoch(pool, epoch)
+
+    def _start_epoch(self, pool: BlockPool, epoch: int) -> None:
+        self.pool = pool
+        self.epoch = epoch
+        self.in_flight: deque[StepInFlight] = deque()
+        self._prefixes = PrefixCache(pool, self._prefix_caching)
+        self._free_rows = list(range(self.limits.num_rows - 1, -1, -1))
+        self._decoding = DecodingSet()
         self._step = 0
         self._last_ended = -1
         self._agreed = (-1, 0)
+
+    def next_epoch(self) -> None:
+        """The workers' caches are void and steps in flight are lost: every running request waits to be computed again.
+
+        Their streams go on with the next token, since known tokens are kept and sampling depends on their count alone.
+        """
+        self._start_epoch(BlockPool(self.pool.num_blocks, self.pool.block_size), self.epoch + 1)
+        lost, self.running = self.running, []
+        for request in lost:
+            request.phase = Phase.WAITING
+            request.row = -1
+            request.blocks = []
+            request.scheduled = request.published = 0
+            request.preemptions += 1
+            _insert(self.waiting, request)
+        for request in self.waiting:  # also of those that were preempted while a step sampled them
+            request.in_flight, request.last_step = 0, -1
+        self.check()
 
     # ---- requests come and go
 
@@ -69,7 +96,7 @@ class Scheduler:
                 f"a prompt of {request.num_prompt} tokens and max_tokens {request.max_tokens} do not fit a step of "
                 f"{self.limits.max_num_batched_tokens} tokens, and chunked prefill is off"
             )
-        request.order = (self.limits.virtual_arrival(request, self._step), self._arrivals)
+        request.order = (self.limits.virtual_arrival(request, self.counters.steps), self._arrivals)
         self._arrivals += 1
         _insert(self.waiting, request)
 
@@ -93,14 +120,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step's plan, or None when nothing can be computed before further results are in."""
-        plan = StepPlan(self.epoch, self._step, agreed=self._agreed)
-        draft = Draft(plan, self.budget.for_step(0, 0))
+        draft = Draft(StepPlan(self.epoch, self._step, agreed=self._agreed))
         if self.limits.chunked_prefill:
             self._schedule_decodes(draft)
             self._schedule_begun_prefills(draft)
             self._admit_waiting(draft)
             self._fill_up(draft)
         else:
+            draft.budget = self._budget_beside([])
             self._admit_waiting(draft)
             if not draft.chunks:
                 self._schedule_decodes(draft)
@@ -124,10 +151,20 @@ class Scheduler:
             raise RuntimeError(f"step {entry.step} samples {len(entry.sampled)} tokens, got {len(result.tokens)}")
         self._last_ended = entry.step
         self._agreed = (entry.step, tokens_crc)
+        for request, token in zip(entry.sampled, result.tokens, strict=True):
+            if token < 0 and request.phase is not Phase.FINISHED:
+                self._prefixes.withdraw(request)
+                self.finish(request, "error")
+                self.not_finite.append(request)
+                self.counters.not_finite += 1
         for request, preemptions, computed in entry.filled:
             if request.row >= 0 and request.preemptions == preemptions:
                 self._prefixes.publish(request, computed)
         self.pool.step_ended(entry.step)
+        for request, reason in take_extras(entry, result.extras) if result.extras else ():
+            if request.phase is not Phase.FINISHED:
+                self.finish(request, "error")
+                self.failed.append((request, reason))
         news = []
         for request, token in zip(entry.sampled, result.tokens, strict=True):
             request.in_flight -= 1
@@ -165,9 +202,7 @@ class Scheduler:
             ):
                 request.last_step = step
                 draft.decodes.append(request)
-        if draft.decodes:
-            context = sum([request.scheduled for request in draft.decodes]) + len(draft.decodes)
-            draft.budget = self.budget.for_step(len(draft.decodes), context)
+        draft.budget = self._budget_beside(draft.decodes)
 
     def _schedule_begun_prefills(self, draft: Draft) -> None:
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
@@ -179,7 +214,7 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and self._free_rows and not draft.preempted:
             request = self.waiting[index]
-            if self._must_let_others_pass(request):
+            if self.only not in (None, request) or self._must_let_others_pass(request):
                 index += 1
                 continue
             shared = self._prefixes.find(request)
@@ -199,6 +234,12 @@ class Scheduler:
 
     # ---- pieces
 
+    def _budget_beside(self, decodes: list[Request]) -> StepBudget:
+        """What these decodes leave for prefill. Their contexts are summed only where a target makes them count."""
+        counts = self.budget.target_seconds is not None
+        context = sum([request.scheduled for request in decodes]) + len(decodes) if counts else 0
+        return self.budget.for_step(len(decodes), context)
+
     def _must_let_others_pass(self, request: Request) -> bool:
         """Whether a long prompt must wait because as many as may are in mid-prefill already."""
         limit = self.limits.max_partial_prefills
@@ -212,7 +253,8 @@ class Scheduler:
         limit = draft.budget.chunk_limit(request.scheduled)
         if limit <= 0:
             return
-        most = min(limit, self.limits.long_prefill_token_threshold or limit)
+        threshold = self.limits.long_prefill_token_threshold if self.limits.chunked_prefill else 0
+        most = min(limit, threshold or limit)
         length = self._affordable(request, most)
         if length <= 0:
             if not self._grow(draft, request, request.scheduled + 1):
@@ -301,19 +343,7 @@ class Scheduler:
         if not request.preemptions:
             request.cached_tokens = request.scheduled
         self.counters.cached_tokens += request.scheduled
-        params = request.params
-        draft.plan.admissions.append(
-            Admission(
-                request.row,
-                list(request.tokens),
-                request.seed,
-                float(params.temperature),
-                params.top_k,
-                float(params.top_p),
-                float(params.min_p),
-                request.scheduled,
-            )
-        )
+        draft.plan.admissions.append(admission_of(request))
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -350,8 +380,9 @@ class Scheduler:
                 filled.append((request, request.preemptions, request.scheduled))
         sampled += decoding.requests.values()
         self._step += 1
+        chunks = [chunk.request for chunk in draft.chunks]
         budget = plan.num_decodes + draft.budget.granted
-        self.in_flight.append(StepInFlight(plan.step, sampled, filled, work, self.budget.predict(work), budget))
+        self.in_flight.append(StepInFlight(plan.step, sampled, filled, chunks, work, self.budget.predict(work), budget))
         self.counters.steps += 1
         self.counters.late_steps += draft.budget.forced
         self.counters.prefill_tokens += plan.num_prefill_tokens

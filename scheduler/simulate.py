@@ -157,7 +157,7 @@ class Simulation:
         self.steps.append(step)
         # What the engine can measure: from when the workers could begin the step to its result.
         seconds, self._last_done = step.end - max(planned, self._last_done), step.end
-        scheduler.budget.observe(entry.work, entry.predicted, seconds)
+        scheduler.budget.observe(entry.work, seconds)
         result = StepResult(scheduler.epoch, entry.step, [TOKEN] * len(entry.sampled), seconds)
         for request, _ in scheduler.update(result, 0):
             self._live[request.id].token_times.append(self._now)

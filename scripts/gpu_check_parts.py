@@ -24,7 +24,7 @@ from scheduler.params import SamplingParams
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.attention import contracts
-from tests.attention.batches import Batch, Case
+from tests.attention.poisoned import Batch, Case
 from tests.workers.recording import Recorder
 from workers.architecture import Architecture, RopeSpec
 from workers.graphs import CudaGraphMaker, GraphMaker

@@ -43,7 +43,7 @@ def measure(settings: Any) -> dict[str, Any]:
     runner = _runner(arch, device, dtype, rows[-1], chunk, blocks, block, settings.full)
     found["backend"] = runner.backend.name
     weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
-    read = weights - runner.model.embed.weight.numel() * runner.model.embed.weight.element_size()
+    read = weights - runner.model.embed.matrix.weight.nbytes
     for count in rows:
         inputs = _decodes(count, context, per_row, block, device)
         kv_bytes = count * context * runner.cache_shape.bytes_per_block / block
@@ -55,7 +55,7 @@ def measure(settings: Any) -> dict[str, Any]:
             seconds = _time(lambda f=forward: runner.model.head(f()), device)
             found["decode"].append({"name": f"{count} rows {way}", "measured": seconds * 1e3, "roofline": roofline})
         found["decode"] += _other_ways(runner, inputs, count, roofline, device)
-    head = runner.model.head.weight.numel()  # a chunk's tokens, but for the last, need no logits
+    head = runner.model.head.matrix.weight.numel()  # a chunk's tokens, but for the last, need no logits
     parameters = read / runner.cache_shape.dtype.itemsize - head
     metadata = _chunk(chunk, block, device)
     tokens = torch.arange(chunk, device=device) % arch.vocab_size

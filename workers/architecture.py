@@ -31,6 +31,9 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "SmolLM3ForCausalLM",
 )
+# Memory is taken by these sizes before a tensor could contradict them.
+LARGEST_SIZE = 1 << 24
+_LARGEST = {"num_hidden_layers": 1 << 12}
 # The covered rope types, each with the numbers that it needs.
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -107,7 +110,7 @@ def read_architecture(folder: Path) -> Architecture:
         return _build(
             name, {**_DEFAULTS.get(name, {}), **config}, _read_json(generation) if generation.is_file() else {}
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, UnsupportedModel):
             raise
         raise UnsupportedModel(f"{folder / 'config.json'} is incomplete or malformed: {error!r}") from error
@@ -204,10 +207,11 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
 
 
 def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer; one with a default may be missing or null."""
+    """A positive integer within reason, since memory is taken by it; one with a default may be missing or null."""
     value = config[key] if default is None else config.get(key) or default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"{key} must be a positive integer, got {value!r}")
+    most = _LARGEST.get(key, LARGEST_SIZE)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UnsupportedModel(f"{key} must be an integer from 1 to {most}, got {value!r}")
     return value
 
 
@@ -222,7 +226,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UnsupportedModel(f"{path.parent} is not a model folder: it has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModel(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{path} must hold a JSON object")

@@ -15,6 +15,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from workers.gguf_header import HeaderError, read_header
+
 logger = logging.getLogger("quadriga.gguf")
 
 _FORMAT = 1  # raise it when the conversion changes, so that old folders are not used
@@ -22,7 +24,7 @@ _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 16 << 20, 64 << 10, 64
 
 
 class ConversionError(ValueError):
-    """A GGUF file that transformers cannot read."""
+    """A GGUF file that cannot be read."""
 
 
 def cache_root() -> Path:
@@ -75,6 +77,10 @@ def _convert(path: Path, folder: Path) -> None:
 
 
 def _write_model(path: Path, folder: Path) -> None:
+    try:
+        read_header(path).check_sizes()
+    except HeaderError as error:
+        raise ConversionError(f"cannot read GGUF file {path}: {error}") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from parallel.group import TensorParallelGroup
@@ -20,14 +18,24 @@ from parallel.layers import ColumnParallelLinear, ParallelHead, RowParallelLinea
 from parallel.loader import Checkpoint
 from parallel.split import HeadShard, deal_lanes, shard_heads
 from workers.architecture import Architecture
-from workers.rope import RotaryTable, rotate
+from workers.ops import Ops, Rotary, TorchOps
+from workers.rope import RotaryTable
 
 
 class Attend(Protocol):
-    """Stores the step's keys and values of one layer and attends: [n, heads, head_dim] each -> like query."""
+    """Rotates queries and keys, stores keys and values of one layer, attends: [n, heads, head_dim] each -> like query.
+
+    rotary: the step's angles, or None for a layer without positions.
+    """
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: Rotary | None,
+        window: int | None,
     ) -> torch.Tensor: ...
 
 
@@ -41,17 +49,12 @@ class Shard:
     group: TensorParallelGroup
     dtype: torch.dtype
     device: torch.device
-    kernels: ModuleType | None = None
+    ops: Ops
 
 
 def make_shard(
-    arch: Architecture,
-    group: TensorParallelGroup,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: ModuleType | None = None,
+    arch: Architecture, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device, ops: Ops | None = None
 ) -> Shard:
-    """kernels: the module workers.triton_kernels, to compute with its fused kernels."""
     return Shard(
         heads=shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank],
         mlp=deal_lanes(arch.intermediate_size, group.size)[group.rank],
@@ -59,7 +62,7 @@ def make_shard(
         group=group,
         dtype=dtype,
         device=device,
-        kernels=kernels,
+        ops=ops or TorchOps(),
     )
 
 
@@ -68,31 +71,24 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name: str, size: int, eps: float, shard: Shard) -> None:
         super().__init__()
-        self.name, self.eps, self.kernels = name, eps, shard.kernels
+        self.name, self.eps, self.ops = name, eps, shard.ops
         self.weight = nn.Parameter(torch.empty(size, dtype=shard.dtype, device=shard.device), requires_grad=False)
 
     def load(self, checkpoint: Checkpoint) -> None:
         self.weight.copy_(checkpoint.read(f"{self.name}.weight", tuple(self.weight.shape)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kernels is not None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)[0]
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
+        return self.ops.norm(x, self.weight, self.eps)
 
-    def after_adding(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normalisation of x + y, and x + y itself."""
-        if self.kernels is not None:
-            return self.kernels.rms_norm(x, self.weight, self.eps, residual=y)
-        total = x + y
-        return self(total), total
+    def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + delta, that normalised); x is given up."""
+        return self.ops.add_norm(x, delta, self.weight, self.eps)
 
 
 class Attention(nn.Module):
     def __init__(self, name: str, layer: int, arch: Architecture, shard: Shard) -> None:
         super().__init__()
-        self.layer, self.head_dim, self.kernels = layer, arch.head_dim, shard.kernels
+        self.layer, self.head_dim = layer, arch.head_dim
         self.window, self.rotary = arch.windows[layer], arch.rotary_layers[layer]
         q, kv = _columns(shard.heads.q_heads, arch.head_dim), _columns(shard.heads.kv_heads, arch.head_dim)
         q_size, kv_size = arch.num_q_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -116,21 +112,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(f"{name}.q_norm", arch.head_dim, arch.rms_norm_eps, shard) if arch.qk_norm else None
         self.k_norm = RMSNorm(f"{name}.k_norm", arch.head_dim, arch.rms_norm_eps, shard) if arch.qk_norm else None
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary and self.kernels is not None:
-            q, k = self.kernels.rotate(q, k, rotary)
-        elif self.rotary:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        return self.out(attend(self.layer, q, k, v, self.window).flatten(1))
+        return self.out(attend(self.layer, q, k, v, rotary if self.rotary else None, self.window).flatten(1))
 
 
 class MLP(nn.Module):
     def __init__(self, name: str, arch: Architecture, shard: Shard) -> None:
         super().__init__()
-        size, columns, self.kernels = arch.intermediate_size, shard.mlp, shard.kernels
+        size, columns, self.ops = arch.intermediate_size, shard.mlp, shard.ops
         self.gate_up = ColumnParallelLinear(
             arch.hidden_size,
             [(f"{name}.gate_proj", size, columns), (f"{name}.up_proj", size, columns)],
@@ -150,11 +142,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up(x)
-        if self.kernels is not None:
-            return self.down(self.kernels.silu_multiply(gate_up))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.ops.gate(self.gate_up(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -165,9 +153,13 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", arch.hidden_size, arch.rms_norm_eps, shard)
         self.mlp = MLP(f"{name}.mlp", arch, shard)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        normed, x = self.mlp_norm.after_adding(x, self.attention(self.input_norm(x), rotary, attend))
-        return x + self.mlp(normed)
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, rotary: Rotary, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: the residual stream; delta: what the layer before adds to it. Returns both for the next layer."""
+        x, normed = self.input_norm.add(x, delta)
+        x, normed = self.mlp_norm.add(x, self.attention(normed, rotary, attend))
+        return x, self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -179,7 +171,7 @@ class Decoder(nn.Module):
         self.embed = VocabParallelEmbedding(
             "model.embed_tokens", arch.vocab_size, shard.vocab, arch.hidden_size, shard.group, *placement
         )
-        self.rotary = RotaryTable(arch.rope, arch.head_dim, max_positions, *placement)
+        self.rotary = RotaryTable(arch.rope, arch.head_dim, max_positions, *placement, shard.ops.gather)
         self.layers = nn.ModuleList(
             DecoderLayer(f"model.layers.{layer}", layer, arch, shard) for layer in range(arch.num_layers)
         )
@@ -201,11 +193,11 @@ class Decoder(nn.Module):
         checkpoint.finish(ignorable=("rotary_emb.inv_freq", *(["lm_head.weight"] if self.head.tied else [])))
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = self.embed(token_ids)
+        x, delta = self.embed(token_ids), None
         rotary = self.rotary(positions)
         for layer in self.layers:
-            x = layer(x, rotary, attend)
-        return self.norm(x)
+            x, delta = layer(x, delta, rotary, attend)
+        return self.norm.add(x, delta)[1]
 
 
 def _columns(heads: range, head_dim: int) -> range:

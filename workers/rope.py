@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -12,21 +13,29 @@ from workers.architecture import RopeSpec
 class RotaryTable(torch.nn.Module):
     """Cosines and sines of every position, looked up once per step.
 
-    `forward(positions [n])` -> (cos, sin), each [n, 1, head_dim] in the model's dtype.
+    `forward(positions [n])` -> (cos, sin), each [n, 1, head_dim] in the model's dtype. gather: what looks rows up.
     """
 
     def __init__(
-        self, spec: RopeSpec, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: RopeSpec,
+        head_dim: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.__getitem__,
     ) -> None:
         super().__init__()
         frequencies, scale = inverse_frequencies(spec, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
-        self.cos = (angles.cos() * scale).to(device=device, dtype=dtype)
-        self.sin = (angles.sin() * scale).to(device=device, dtype=dtype)
+        both = torch.stack((angles.cos(), angles.sin()), dim=1) * scale
+        self.table = both.unsqueeze(2).to(device=device, dtype=dtype)  # [positions, 2, 1, head_dim]
+        self.gather = gather
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = self.gather(self.table, positions).unbind(1)
+        return cos, sin
 
 
 def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

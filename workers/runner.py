@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
+import numpy as np
 import torch
 
 from attention.backend import make_backend
@@ -16,12 +16,22 @@ from attention.capabilities import Demand, HeadLayout
 from attention.metadata import AttentionMetadata
 from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint
+from parallel.split import shard_heads
 from scheduler.plan import StepPlan
+from workers.adjust import Adjustments
 from workers.architecture import Architecture
+from workers.faults import FIRST
+from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs, to_device
+from workers.kernels import compile_all_reduce, find_kernels
 from workers.model import Decoder, make_shard
+from workers.ops import Rotary, make_ops
+from workers.products import settle_products
+from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler, SamplingRows
+from workers.scores import PendingExtras, Scorer, scored_chunks
+from workers.source import resolve_model
 from workers.spec import WorkerSpec
 from workers.state import Rows
 
@@ -30,10 +40,11 @@ logger = logging.getLogger("quadriga.runner")
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step handed to the device. `tokens()` waits for it and gives the sampled token ids."""
+    """A step handed to the device. `tokens()` waits for it and gives the sampled token ids; `extras` comes after."""
 
     plan: StepPlan
     started: float
+    extras: PendingExtras
     _tokens: torch.Tensor
     _done: torch.cuda.Event | None = None
 
@@ -63,23 +74,29 @@ class ModelRunner:
     ) -> None:
         self.device = device
         dtype = getattr(torch, spec.dtype)
-        kernels = _fused_kernels(device, spec.fused_kernels)
-        self.fused = kernels is not None
-        shard = make_shard(arch, group, dtype, device, kernels)
-        self.model = Decoder(arch, shard, spec.max_model_len)
-        layout = HeadLayout(len(shard.heads.q_heads), len(shard.heads.kv_heads), arch.head_dim)
+        self.group = group
+        heads = shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank]
+        layout = HeadLayout(len(heads.q_heads), len(heads.kv_heads), arch.head_dim)
         demand = Demand(dtype=dtype, block_size=spec.block_size, window=any(arch.windows))
         self.backend = make_backend(
             spec.attention_backend, layout, arch.head_dim**-0.5, device, demand, spec.attention_calls
         )
+        self.graph_maker = graph_maker or self._cuda_graphs(spec.enforce_eager, group.transport)
+        # What captures steps sees torch's operations only.
+        self.kernels = None if self.graph_maker or spec.fused_kernels else find_kernels(device)
+        self.ops = make_ops(device, self.kernels, spec.fused_kernels)
+        self._compile_all_reduce()
+        self.model = Decoder(arch, make_shard(arch, group, dtype, device, self.ops), spec.max_model_len)
         block_size = spec.block_size or self.backend.capabilities.preferred_block
         self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
-        self.sampler = Sampler(arch.vocab_size, group, device, kernels)
+        self.sampler = Sampler(arch.vocab_size, group, device, self.kernels, self.ops.noise)
+        guides = GuideMaker(lambda: resolve_model(spec.model), arch.vocab_size, spec.end_token_ids)
+        self.adjustments = Adjustments(self.sampler.own_range, arch.vocab_size, device, guides)
+        self.scorer = Scorer(self.sampler.own_range, arch.vocab_size, group, device)
         self.rows = Rows(spec.num_rows, -(-spec.max_model_len // block_size), block_size)
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
         self.graphs: StepGraphs | None = None
-        self.graph_maker = graph_maker or self._cuda_graphs(spec.enforce_eager, group.transport)
         self.graph_sizes = GraphSizes(
             num_rows=spec.num_rows,
             max_tokens=spec.max_num_batched_tokens,
@@ -88,6 +105,8 @@ class ModelRunner:
             hidden_size=arch.hidden_size,
             kinds=self.backend.capabilities.graphs,
         )
+        self.replay: Replay | None = None
+        self.spoiled_rows: list[int] = []  # of the next step, as a fault on purpose; see workers.faults
 
     @property
     def captured_tokens(self) -> int:
@@ -105,15 +124,36 @@ class ModelRunner:
         """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
             self.model.load(checkpoint, on_share)
-        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+            weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+            if self.kernels:
+                settle_products(self.model, self.kernels)
+        return weight_bytes
 
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache and captures the steps that are replayed. Returns the cache's size in bytes."""
         spare = 1 if self.graph_maker else 0  # a block that no request gets, for the padding of captured steps
         self.cache = KVCache(self.cache_shape, num_blocks + spare, self.device)
+        self._prepare_replays(num_blocks)
+        return (num_blocks + spare) * self.cache_shape.bytes_per_block
+
+    def regroup(self, num_blocks: int) -> None:
+        """The group has become another; what was made for the old one's collectives is made anew.
+
+        num_blocks: as in make_cache, or fewer.
+        """
+        self._compile_all_reduce()
+        self._prepare_replays(num_blocks)
+
+    def _compile_all_reduce(self) -> None:
+        if self.kernels and self.group.shared:
+            compile_all_reduce(self.group.shared, self.kernels)
+
+    def _prepare_replays(self, num_blocks: int) -> None:
         if self.graph_maker:
             self._capture(self.graph_maker, spare_block=num_blocks)
-        return (num_blocks + spare) * self.cache_shape.bytes_per_block
+        # Across hosts the ranks' sums are no kernels.
+        if self.kernels and self.backend.name == "cpu" and (self.group.size == 1 or self.group.shared):
+            self.replay = Replay(self.kernels, self.rows.max_blocks)
 
     @torch.inference_mode()
     def _capture(self, maker: GraphMaker, spare_block: int) -> None:
@@ -125,16 +165,18 @@ class ModelRunner:
     def launch(self, plan: StepPlan, started: float) -> LaunchedStep:
         """Starts one step and returns without waiting for the device."""
         self.rows.apply(plan)
+        self.adjustments.admit(plan.admissions)
         inputs = build_inputs(plan, self.rows, self.last_tokens, self.device)
-        tokens = self._sample(inputs)
+        extras = PendingExtras()
+        tokens = self._sample(plan, inputs, extras)
         self.rows.advance(plan)
         if self.device.type != "cuda":
-            return LaunchedStep(plan, started, tokens)
+            return LaunchedStep(plan, started, extras, tokens)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return LaunchedStep(plan, started, host, done)
+        return LaunchedStep(plan, started, extras, host, done)
 
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """[tokens, hidden] after the last norm; fills the cache with the step's keys and values."""
@@ -143,21 +185,67 @@ class ModelRunner:
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            rotary: Rotary | None,
+            window: int | None,
         ) -> torch.Tensor:
             pages = self.cache.layers[layer]
-            self.backend.write(key, value, pages, metadata.slot_mapping)
+            query = self.ops.store(query, key, value, rotary, pages, metadata.slot_mapping, self.backend)
             return self.backend.attend(query, pages, metadata, window)
 
         return self.model(token_ids, positions, attend)
 
-    def _sample(self, inputs: StepInputs) -> torch.Tensor:
-        """The sampled rows' next tokens, [s] int64; a step without sampled rows computes no logits."""
+    def _compute(self, function: Callable[[StepInputs], torch.Tensor], inputs: StepInputs) -> torch.Tensor:
+        """function(inputs), in one go where that can be done. The result is good until the next step."""
+        if self.replay:
+            try:
+                result, status = self.replay.run(function, inputs)
+            except NotRecordable as reason:
+                logger.warning("steps are computed kernel by kernel, because a part of the model is none: %s", reason)
+                self.replay = None
+            else:
+                if status:
+                    raise self.group.shared.missing(status - 1)
+                return result
+        return function(inputs)
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        """[s, own ids] fp32 logits of the sampled tokens."""
         hidden = self.hidden_states(inputs)
-        if len(inputs.sampled_rows) == 0:
-            return self.last_tokens[:0]
-        logits = self.model.head(hidden[inputs.sampled_tokens])
+        if inputs.metadata.prefill:  # of decodes alone, every token is sampled
+            hidden = self.ops.gather(hidden, inputs.sampled_tokens)
+        return self.model.head(hidden)
+
+    def _sample(self, plan: StepPlan, inputs: StepInputs, extras: PendingExtras) -> torch.Tensor:
+        """The sampled rows' next tokens, [s] int64, and what else is asked for; no logits that nobody needs."""
+        scored = scored_chunks(plan, self.rows, self.device)
+        logits = None
+        if scored or len(inputs.sampled_rows) == 0:
+            hidden = self._compute(self.hidden_states, inputs)
+            if len(inputs.sampled_rows):
+                logits = self.model.head(self.ops.gather(hidden, inputs.sampled_tokens))
+            for chunk in scored:
+                extras.prompts.append((chunk, self.scorer.score_prompt(hidden, self.model.head, chunk)))
+        else:
+            logits = self._compute(self._logits, inputs)
+        return self.last_tokens[:0] if logits is None else self._choose(logits, inputs, extras)
+
+    def _choose(self, logits: torch.Tensor, inputs: StepInputs, extras: PendingExtras) -> torch.Tensor:
+        """[s] int64 tokens from [s, own ids] logits, which are changed."""
         picked, rows = inputs.sampled_rows, self.rows
+        for row in self.spoiled_rows:
+            logits[0 if row == FIRST else picked == row] = float("nan")
+        asking = self.adjustments.asking(picked)
+        scored = [(place, row.extras.logprobs) for place, row in asking if row.extras.logprobs is not None]
+        if scored:
+            extras.places, extras.widths = map(list, zip(*scored, strict=True))
+            places = to_device(np.array(extras.places), self.device)
+            kept = logits[places]
+        self.adjustments.apply(logits, asking, inputs.next_positions)
+        extras.failures = [(place, row.guide.failure) for place, row in asking if row.guide and row.guide.failure]
         sampling = SamplingRows(
             seeds=rows.seeds[picked],
             positions=inputs.next_positions,
@@ -166,27 +254,17 @@ class ModelRunner:
             top_p=rows.top_p[picked],
             min_p=rows.min_p[picked],
         )
-        tokens = self.sampler.sample(logits, sampling)
+        sampled = self.sampler.sample(logits, sampling)
+        tokens = sampled.clamp(min=0)  # a row that has failed goes on with any token until the driver knows
+        self.adjustments.count(tokens, asking)
+        if scored:
+            extras.sampled = self.scorer.score(kept, tokens[places], max(extras.widths))
         self.last_tokens[to_device(picked, self.device)] = tokens
-        return tokens
+        return sampled
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step without a cache, so that its activations show up in the device's memory statistics."""
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, window: query)
+        hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, rotary, window: query)
         self.model.head(hidden[: min(num_rows, num_tokens)])
-
-
-def _fused_kernels(device: torch.device, wanted: bool | None) -> ModuleType | None:
-    """The Triton kernels, on CUDA where Triton is installed, or anywhere when they are asked for."""
-    if wanted is False or (wanted is None and device.type != "cuda"):
-        return None
-    try:
-        from workers import triton_kernels as kernels
-    except ImportError as error:
-        if wanted:
-            raise
-        logger.info("no fused kernels: %s", error)
-        return None
-    return kernels

@@ -13,12 +13,14 @@ class WorkerSpec:
 
     model: what the user named; each node resolves it to a folder of its own.
     device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
-    fused_kernels: compute with workers.triton_kernels; None: on CUDA, where Triton is installed.
+    fused_kernels: compute with workers.triton_ops; None: on CUDA, where Triton is installed.
     block_size: tokens per KV block, or None for what the attention backend likes best.
     kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
     max_num_batched_tokens: tokens a step holds at most; sizes the profiling step on GPUs.
     gpu_memory_utilization: fraction of the GPU's memory that the worker may use in all.
+    faults: to be committed on purpose, see workers.faults. generation: processes of this rank that came before.
+    end_token_ids: every token id that ends a text; guides allow them where the text may end.
     start_timeout_seconds: how long the ranks wait to meet. step_timeout_seconds: how long a collective may take.
     """
 
@@ -38,8 +40,19 @@ class WorkerSpec:
     start_timeout_seconds: float
     step_timeout_seconds: float
     attention_calls: str = "auto"
+    faults: str = ""
+    generation: int = 0
     enforce_eager: bool = False
     fused_kernels: bool | None = None
+    end_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker runs: its node's address and its process there."""
+
+    node_ip: str
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)

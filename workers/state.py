@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler.plan import PlanMismatch, StepPlan, block_weight, row_weight, rows_checksum
+from scheduler.plan import Extras, PlanMismatch, StepPlan, block_weight, row_weight, rows_checksum
 
 
 class Rows:
@@ -13,6 +13,7 @@ class Rows:
     tokens[row]: known token ids at admission, int64; decoded tokens stay on the device.
     computed: tokens whose keys and values are in the cache. block_table: [rows, blocks] int32 block ids.
     seeds uint64, temperature, top_p, min_p float64, top_k int64: how the row is sampled.
+    extras: what few rows ask of sampling besides.
     decoding: rows of the decode part, in order.
     """
 
@@ -35,6 +36,7 @@ class Rows:
         self.top_k = np.zeros(count, np.int64)
         self.top_p = np.ones(count)
         self.min_p = np.zeros(count)
+        self.extras: list[Extras | None] = [None] * count
         self.decoding = np.empty(0, np.int64)
 
     def apply(self, plan: StepPlan) -> None:
@@ -55,6 +57,7 @@ class Rows:
             self.num_blocks[row] = self.block_sums[row] = 0
             self.seeds[row] = admission.seed
             self.temperature[row] = admission.temperature
+            self.extras[row] = admission.extras
             self.top_k[row], self.top_p[row], self.min_p[row] = admission.top_k, admission.top_p, admission.min_p
         for row, blocks in plan.new_blocks:
             self._append_blocks(row, blocks)

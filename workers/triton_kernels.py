@@ -26,7 +26,7 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., heads, size] or [tokens, size], any strides but 1 in the last -> its normalisation, and x + residual.
 
-    Without a residual the second is x itself. Counterpart: workers.model.RMSNorm.
+    Without a residual the second is x itself. Counterpart: workers.ops.TorchOps.norm and add_norm.
     """
     shaped = x if x.dim() == 3 else x.unsqueeze(1)
     tokens, heads, size = shaped.shape
@@ -68,48 +68,53 @@ def _rms_norm(
     tl.store(out + row * size + column, (gain * _rounded(scaled, value)).to(value.dtype), mask=inside)
 
 
-def rotate(
-    q: torch.Tensor, k: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [n, heads, head_dim] and k [n, kv_heads, head_dim] in one launch. Counterpart: workers.rope.rotate, twice."""
+def rotate_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    pages: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Rotates q [n, heads, head_dim] and k, v [n, kv_heads, head_dim] into a new q and the pages, in one launch.
+
+    pages: keys and values, [blocks, block_size, kv_heads, head_dim], contiguous; slots: [n] int64, where in them.
+    Counterpart: workers.rope.rotate, twice, then attention.cache.scatter.
+    """
     cos, sin = rotary
     tokens, q_heads, head_dim = q.shape
-    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    kv_heads = k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens:
-        _rotate[(tokens, q_heads + k.shape[1])](
-            q,
-            k,
-            cos,
-            sin,
-            q_out,
-            k_out,
-            q_heads,
-            k.shape[1],
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            cos.stride(0),
+        _rotate_and_store[(tokens, q_heads + 2 * kv_heads)](
+            *(q, k, v, cos, sin, slots, out, *pages),
+            *(q_heads, kv_heads),
+            *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0)),
             half=head_dim // 2,
             block=triton.next_power_of_2(head_dim // 2),
         )
-    return q_out, k_out
+    return out
 
 
 @triton.jit
-def _rotate(
+def _rotate_and_store(
     q,
     k,
+    v,
     cos,
     sin,
+    slots,
     q_out,
-    k_out,
+    key_pages,
+    value_pages,
     q_heads,
-    k_heads,
+    kv_heads,
     q_token,
     q_head,
     k_token,
     k_head,
+    v_token,
+    v_head,
     angle_token,
     half: tl.constexpr,
     block: tl.constexpr,
@@ -119,18 +124,28 @@ def _rotate(
     inside = column < half
     if head < q_heads:
         source, target = q + token * q_token + head * q_head, q_out + (token * q_heads + head) * 2 * half
+    elif head < q_heads + kv_heads:
+        at = head - q_heads
+        source = k + token * k_token + at * k_head
+        target = key_pages + (tl.load(slots + token) * kv_heads + at) * 2 * half
     else:
-        source = k + token * k_token + (head - q_heads) * k_head
-        target = k_out + (token * k_heads + head - q_heads) * 2 * half
-    loaded = tl.load(source + column, mask=inside, other=0.0)
-    first, second = loaded.to(tl.float32), tl.load(source + half + column, mask=inside, other=0.0).to(tl.float32)
-    # Both halves of an angle row are equal.
-    c = tl.load(cos + token * angle_token + column, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * angle_token + column, mask=inside, other=0.0).to(tl.float32)
-    left = _rounded(first * c, loaded) - _rounded(second * s, loaded)
-    right = _rounded(second * c, loaded) + _rounded(first * s, loaded)
-    tl.store(target + column, left.to(loaded.dtype), mask=inside)
-    tl.store(target + half + column, right.to(loaded.dtype), mask=inside)
+        at = head - q_heads - kv_heads
+        source = v + token * v_token + at * v_head
+        target = value_pages + (tl.load(slots + token) * kv_heads + at) * 2 * half
+    left, right = (
+        tl.load(source + column, mask=inside, other=0.0),
+        tl.load(source + half + column, mask=inside, other=0.0),
+    )
+    if head < q_heads + kv_heads:
+        first, second = left.to(tl.float32), right.to(tl.float32)
+        # Both halves of an angle row are equal.
+        c = tl.load(cos + token * angle_token + column, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * angle_token + column, mask=inside, other=0.0).to(tl.float32)
+        turned = _rounded(first * c, left) - _rounded(second * s, left)
+        right = (_rounded(second * c, left) + _rounded(first * s, left)).to(left.dtype)
+        left = turned.to(left.dtype)
+    tl.store(target + column, left, mask=inside)
+    tl.store(target + half + column, right, mask=inside)
 
 
 def silu_multiply(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +171,7 @@ def _silu_multiply(x, out, size, block: tl.constexpr):
 
 
 def gumbel_noise(high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[n, ids] fp32 in one launch, for keys [n] int64 each, on the host. Counterpart: workers.sampler.gumbel_noise."""
+    """[n, ids] fp32 in one launch, for keys [n] int64 each, on the host. Counterpart: workers.noise.gumbel_noise."""
     noise = torch.empty(len(high), len(ids), dtype=torch.float32, device=ids.device)
     if noise.numel():
         high, low = (to_device(keys.numpy(), ids.device) for keys in (high, low))

@@ -7,6 +7,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from parallel.group import TensorParallelGroup, join_group
 from scheduler.frame import StepResult, decode_plan, encode_result, tokens_crc
 from workers.architecture import read_architecture
 from workers.cores import available_cores
+from workers.faults import Faults, read_faults
 from workers.runner import LaunchedStep, ModelRunner
 from workers.source import resolve_model
 from workers.spec import WorkerReady, WorkerSpec
@@ -57,9 +59,11 @@ class Worker:
             if not torch.cuda.is_available():
                 raise RuntimeError(f"rank {spec.rank} was given no usable GPU: torch sees {torch.cuda.device_count()}")
             torch.cuda.set_device(self.device)
-        self.group = TensorParallelGroup()
+        self.group = TensorParallelGroup(spec.rank, spec.size)
         self.runner: ModelRunner | None = None
+        self.ready: WorkerReady | None = None
         self._crcs: dict[int, int] = {}
+        self._faults = Faults(read_faults(spec.faults), spec.rank, spec.generation)
 
     def start(
         self, store: dist.Store | None, node_ip: str, ranks_here: int, on_share: Callable[[float], None] | None = None
@@ -72,16 +76,15 @@ class Worker:
         """
         began = time.perf_counter()
         spec = self.spec
-        torch.set_num_threads(max(1, available_cores() // ranks_here))
-        if store is not None:
-            self.group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
+        self._join(store, node_ip, ranks_here)
         folder = resolve_model(spec.model)
         self.runner = ModelRunner(read_architecture(folder), spec, self.group, self.device)
         self._agree_on_blocks()
+        self._faults.on_load()
         weight_bytes = self.runner.load(folder, on_share)
         num_blocks = self.group.smallest(self._affordable_blocks(), self.device)
         cache_bytes = self.runner.make_cache(num_blocks)
-        return WorkerReady(
+        self.ready = WorkerReady(
             rank=spec.rank,
             num_blocks=num_blocks,
             block_size=self.runner.rows.block_size,
@@ -92,6 +95,26 @@ class Worker:
             load_seconds=time.perf_counter() - began,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
+        return self.ready
+
+    def rejoin(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> WorkerReady:
+        """Joins the other ranks anew when the group has broken. Weights and the room for the cache stay.
+
+        For a worker that was started and serves no more. Raises BlocksDiffer or GroupError.
+        """
+        began = time.perf_counter()
+        self.group.close()
+        self._join(store, node_ip, ranks_here)
+        self._agree_on_blocks()
+        num_blocks = self.group.smallest(self.ready.num_blocks, self.device)
+        self.runner.regroup(num_blocks)
+        self.ready = replace(
+            self.ready,
+            num_blocks=num_blocks,
+            transport=self.group.transport,
+            load_seconds=time.perf_counter() - began,
+        )
+        return self.ready
 
     def serve(self, channel: PlanSource) -> None:
         """Carries out plans until the channel closes. Keeps the device busy: launches a waiting plan before it
@@ -108,8 +131,12 @@ class Worker:
             logger.debug("rank %d ends: the channel is closed", self.spec.rank)
             raise
 
-    def close(self) -> None:
-        self.group.close()
+    def _join(self, store: dist.Store | None, node_ip: str, ranks_here: int) -> None:
+        spec = self.spec
+        torch.set_num_threads(max(1, available_cores() // ranks_here))
+        if store is not None:
+            group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
+            self.group.renew(group)
 
     def _launch(self, frame: bytes) -> LaunchedStep:
         started = time.perf_counter()
@@ -121,6 +148,7 @@ class Worker:
             )
         if plan.step == 0:
             self._crcs.clear()
+        self.runner.spoiled_rows = self._faults.on_plan(plan)
         return self.runner.launch(plan, started)
 
     def _finish(self, step: LaunchedStep, channel: PlanSource) -> None:
@@ -129,7 +157,8 @@ class Worker:
         self._crcs[plan.step] = tokens_crc(tokens)
         self._crcs.pop(plan.step - _REMEMBERED_STEPS, None)
         if self.spec.rank == 0:
-            result = StepResult(plan.epoch, plan.step, tokens, time.perf_counter() - step.started)
+            extras = step.extras.read()
+            result = StepResult(plan.epoch, plan.step, tokens, time.perf_counter() - step.started, extras)
             channel.send(b"result", encode_result(result))
 
     def _agree_on_blocks(self) -> None:

@@ -1,122 +1,149 @@
-"""Ragged mixed batches in a shuffled, poisoned cache, for backends that are held against `reference`."""
+"""Ragged mixed batches over a shuffled paged cache, for the tests of attention backends."""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
+from hypothesis import strategies as st
 
-from attention.backend import Backend
-from attention.capabilities import HeadLayout
-from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, RaggedMetadata
+from attention.backend import Backend, HeadLayout
+from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from attention.reference import ReferenceBackend
 
+HEAD_DIM = 8
+SCALE = HEAD_DIM**-0.5
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Chunks as (query tokens, tokens in all) and the context lengths of the decodes.
+    """Chunks as (query tokens, tokens in all) and the context lengths of the decodes."""
 
-    filler: what the block tables hold past each context.
-    """
-
-    chunks: tuple[tuple[int, int], ...]
-    decodes: tuple[int, ...]
-    block_size: int = 256
+    chunks: list[tuple[int, int]]
+    decodes: list[int]
+    block_size: int = 4
     kv_heads: int = 2
     group: int = 2
-    head_dim: int = 8
     window: int | None = None
-    filler: int = -1
-    soft_cap: float | None = None
-    alibi: bool = False
     seed: int = 0
-
-    @property
-    def layout(self) -> HeadLayout:
-        heads = self.kv_heads * self.group
-        slopes = tuple(2.0 ** -(head + 1) for head in range(heads)) if self.alibi else None
-        return HeadLayout(heads, self.kv_heads, self.head_dim, self.soft_cap, slopes)
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
+    head_dim: int = HEAD_DIM
 
 
 class Batch:
-    """Keys and values of earlier steps lie in the cache, the step's own are to be written; all other slots hold NaN."""
+    """Random keys and values of every request, what of them is in the cache already, and the step's own tokens."""
 
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
         self.case = case
+        self.scale, head_dim = case.head_dim**-0.5, case.head_dim
         generator = torch.Generator().manual_seed(case.seed)
-        self.lengths = [*case.chunks, *((1, total) for total in case.decodes)]
-        counts = [-(-total // case.block_size) for _, total in self.lengths]
-        num_blocks = sum(counts) + 2
+        random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+        lengths = [(query, total) for query, total in case.chunks] + [(1, total) for total in case.decodes]
+        blocks_each = [-(-total // case.block_size) for _, total in lengths]
+        num_blocks = sum(blocks_each) + 3
         ids = torch.randperm(num_blocks, generator=generator).tolist()
-        self.tables = [[ids.pop() for _ in range(count)] for count in counts]
-        shape = (num_blocks, case.block_size, case.kv_heads, case.head_dim)
-        self.cache = tuple(torch.full(shape, NAN, dtype=dtype) for _ in range(2))
-        slots, new = [], ([], [])
-        for (query_len, total), table in zip(self.lengths, self.tables, strict=True):
-            place = torch.tensor(
-                [table[p // case.block_size] * case.block_size + p % case.block_size for p in range(total)]
-            )
-            slots.append(place[total - query_len :])
-            for pages, fresh in zip(self.cache, new, strict=True):
-                rows = torch.randn(total, case.kv_heads, case.head_dim, generator=generator).to(dtype)
-                pages.view(-1, *shape[2:])[place[: total - query_len]] = rows[: total - query_len]
-                fresh.append(rows[total - query_len :])
-        self.slots = torch.cat(slots)
-        self.new_keys, self.new_values = (torch.cat(fresh) for fresh in new)
-        tokens = len(self.slots)
-        self.query = torch.randn(tokens, case.kv_heads * case.group, case.head_dim, generator=generator).to(dtype)
-
-    def _int32(self, values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.slots.device)
-
-    def _padded(self, tables: list[list[int]]) -> torch.Tensor:
-        width = max(map(len, tables)) + 1
-        return self._int32([table + [self.case.filler] * (width - len(table)) for table in tables])
+        self.tables = [[ids.pop() for _ in range(count)] for count in blocks_each]
+        shape = (num_blocks, case.block_size, case.kv_heads, head_dim)
+        self.cache = (torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype))
+        self.requests, self.new_keys, self.new_values, self.queries, self.slots = [], [], [], [], []
+        for (query_len, total), table in zip(lengths, self.tables, strict=True):
+            keys, values = random(total, case.kv_heads, head_dim), random(total, case.kv_heads, head_dim)
+            queries = random(query_len, case.kv_heads * case.group, head_dim)
+            place = [(table[p // case.block_size], p % case.block_size) for p in range(total)]
+            for position in range(total - query_len):
+                self.cache[0][place[position]] = keys[position]
+                self.cache[1][place[position]] = values[position]
+            self.slots += [block * case.block_size + offset for block, offset in place[total - query_len :]]
+            self.new_keys.append(keys[total - query_len :])
+            self.new_values.append(values[total - query_len :])
+            self.queries.append(queries)
+            self.requests.append((queries, keys, values))
 
     def metadata(self) -> AttentionMetadata:
-        case, split = self.case, len(self.case.chunks)
-        prefill = decode = None
-        if case.chunks:
-            query_lens, seq_lens = (list(x) for x in zip(*case.chunks, strict=True))
-            starts, contexts = self._int32([0, *accumulate(query_lens)]), self._int32(seq_lens)
-            prefill = PrefillMetadata(starts, contexts, self._padded(self.tables[:split]), query_lens, seq_lens)
-        if case.decodes:
-            contexts = self._int32(list(case.decodes))
-            decode = DecodeMetadata(contexts, self._padded(self.tables[split:]), max(case.decodes))
-        return AttentionMetadata(self.slots, case.block_size, prefill, decode)
+        split, prefill, decode = len(self.case.chunks), None, None
+        if self.case.chunks:
+            query_lens, seq_lens = (list(x) for x in zip(*self.case.chunks, strict=True))
+            starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+            prefill = PrefillMetadata(
+                starts, torch.tensor(seq_lens).int(), padded(self.tables[:split]), query_lens, seq_lens
+            )
+        if self.case.decodes:
+            contexts = torch.tensor(self.case.decodes).int()
+            decode = DecodeMetadata(contexts, padded(self.tables[split:]), max(self.case.decodes))
+        return AttentionMetadata(torch.tensor(self.slots), self.case.block_size, prefill, decode)
 
-    def ragged_metadata(self, padding_rows: int, padding_tokens: int) -> AttentionMetadata:
-        """The same rows as a captured graph sees them, padded; the slots of the padding are the caller's to fill."""
-        query_lens = [query for query, _ in self.lengths]
-        starts = self._int32([0, *accumulate([*query_lens, *[0] * padding_rows])])
-        contexts = self._int32([total for _, total in self.lengths] + [0] * padding_rows)
-        tables = self._padded([*self.tables, *[[]] * padding_rows])
-        tokens = len(self.slots) + padding_tokens
-        reach = tables.shape[1] * self.case.block_size
-        ragged = RaggedMetadata(starts, contexts, tables, tokens, tokens, reach)
-        return AttentionMetadata(torch.zeros(tokens, dtype=torch.int64), self.case.block_size, ragged=ragged)
-
-    def to(self, device: torch.device) -> Batch:
-        """Moves it, cache and all; returns itself."""
-        self.cache = tuple(pages.to(device) for pages in self.cache)
-        for name in ("slots", "new_keys", "new_values", "query"):
-            setattr(self, name, getattr(self, name).to(device))
-        return self
-
-    def run(self, backend: Backend) -> torch.Tensor:
+    def run(self, kind: Callable[[HeadLayout, float], Backend] = ReferenceBackend) -> torch.Tensor:
         """Writes the step's keys and values, then attends."""
+        heads = self.case.kv_heads * self.case.group
+        backend = kind(HeadLayout(heads, self.case.kv_heads, self.case.head_dim), self.scale)
         metadata = self.metadata()
-        backend.write(self.new_keys, self.new_values, self.cache, metadata.slot_mapping)
-        return backend.attend(self.query, self.cache, metadata, self.case.window)
+        backend.write(torch.cat(self.new_keys), torch.cat(self.new_values), self.cache, metadata.slot_mapping)
+        return backend.attend(torch.cat(self.queries), self.cache, metadata, self.case.window)
+
+    def only(self, request: int) -> Batch:
+        """One request of the batch, over the same cache."""
+        split, alone = len(self.case.chunks), copy.copy(self)
+        is_chunk = request < split
+        chunks, decodes = self.case.chunks[request : request + 1], self.case.decodes[request - split :][:1]
+        alone.case = replace(self.case, chunks=chunks if is_chunk else [], decodes=[] if is_chunk else decodes)
+        for name in ("tables", "requests", "new_keys", "new_values", "queries"):
+            setattr(alone, name, getattr(self, name)[request : request + 1])
+        before = sum(map(len, self.queries[:request]))
+        alone.slots = self.slots[before : before + len(self.queries[request])]
+        return alone
+
+    def part(self, first: int, length: int) -> Batch:
+        """Tokens of the only request, a chunk, as a chunk of their own or, where it is one, as a decode."""
+        ((query_len, total),) = self.case.chunks
+        context, taken, part = total - query_len + first + length, slice(first, first + length), copy.copy(self)
+        is_decode = length == 1
+        chunks, decodes = ([], [context]) if is_decode else ([(length, context)], [])
+        part.case = replace(self.case, chunks=chunks, decodes=decodes)
+        part.slots = self.slots[taken]
+        for name in ("new_keys", "new_values", "queries"):
+            setattr(part, name, [tensor[taken] for tensor in getattr(self, name)])
+        return part
 
     def expected(self) -> torch.Tensor:
-        """By `reference`, for which garbage past a context is replaced by block 0."""
-        clean = Batch(replace(self.case, filler=0), self.query.dtype).to(self.query.device)
-        return clean.run(ReferenceBackend(self.case.layout, self.case.scale))
+        return torch.cat([self._naive(*request) for request in self.requests])
+
+    def _naive(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention as its definition reads: for each token and head, a softmax over the keys it may see."""
+        total, out = len(keys), torch.empty(queries.shape, dtype=torch.float64)
+        for i, query in enumerate(queries.double()):
+            position = total - len(queries) + i
+            first = 0 if self.case.window is None else max(0, position - self.case.window + 1)
+            for head, q in enumerate(query):
+                kv = head // self.case.group
+                scores = [float(q @ keys[j, kv].double()) * self.scale for j in range(first, position + 1)]
+                weights = [math.exp(score - max(scores)) for score in scores]
+                mixed = sum(
+                    w * values[j, kv].double() for w, j in zip(weights, range(first, position + 1), strict=True)
+                )
+                out[i, head] = mixed / sum(weights)
+        return out
+
+
+def padded(tables: list[list[int]]) -> torch.Tensor:
+    """Block tables of one width; the padding points at block 0, which may belong to anybody."""
+    width = max(map(len, tables))
+    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    totals = st.integers(1, 18)
+    chunks = [(draw(st.integers(1, total)), total) for total in draw(st.lists(totals, max_size=3))]
+    decodes = draw(st.lists(totals, min_size=0 if chunks else 1, max_size=3))
+    return Case(
+        chunks,
+        decodes,
+        block_size=draw(st.sampled_from([1, 4, 16])),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 4)),
+        window=draw(st.sampled_from([None, 1, 5])),
+        seed=draw(st.integers(0, 1000)),
+    )

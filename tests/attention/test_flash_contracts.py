@@ -15,7 +15,7 @@ from attention.backend import Backend
 from attention.flash import FlashAttnBackend, Kernels
 from attention.torch_flash import TorchFlashBackend, TorchKernel
 from tests.attention import contracts
-from tests.attention.batches import Batch, Case
+from tests.attention.poisoned import Batch, Case
 
 FLASH_2 = Kernels(2, contracts.flash_attn_with_kvcache, contracts.flash_attn_varlen_func)
 FLASH_3 = Kernels(3, contracts.flash_attn_3_with_kvcache)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from driver import cli
+from driver.llm import LLM
+from tests.driver.serving import Place, open_llm, open_place
 from tests.models import make_byte_tokenizer, make_tiny_model
 
 
@@ -39,13 +41,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_byte_tokenizer(folder)
 
 
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    """The tiny model, started; modules that want it otherwise have a fixture of their own."""
+    with open_llm(folder) as llm:
+        yield llm
+
+
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Runs `quadriga generate` on the tiny model; what it changes in this process is put back."""
+def place(llm: LLM) -> Iterator[Place]:
+    """A service on that model, and its port."""
+    with open_place(llm) as place:
+        yield place
+
+
+@pytest.fixture
+def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a command that is run in this process changes in it is put back."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     root = logging.getLogger()
-    kept = root.level, list(root.handlers), signal.getsignal(signal.SIGTERM)
+    kept = root.level, list(root.handlers)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     levels = {name: logging.getLogger(name).level for name in ("filelock", "urllib3", "httpx", "huggingface_hub")}
+    yield
+    root.setLevel(kept[0])
+    root.handlers[:] = kept[1]
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str], process_state: None) -> Run:
+    """Runs `quadriga generate` on the tiny model."""
 
     def run(*options: str, model: Path | str = folder, cache: str = "64") -> Outcome:
         try:
@@ -56,9 +85,4 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         assert "Traceback" not in captured.err
         return Outcome(code, captured.out, captured.err)
 
-    yield run
-    root.setLevel(kept[0])
-    root.handlers[:] = kept[1]
-    signal.signal(signal.SIGTERM, kept[2])
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    return run

@@ -16,6 +16,7 @@ import pytest
 from driver import cleaner
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+RAYS_OWN = ["bash", "-c", "exec -a ray::IDLE sleep 60"]  # as Ray titles its workers
 STUBBORN = [
     *(sys.executable, "-S", "-c"),
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)",
@@ -73,10 +74,12 @@ def start_driver(start: Start, session: Path) -> tuple[subprocess.Popen, int]:
     return driver, int(driver.stdout.readline())
 
 
-def holder(start: Start, session: Path, command: list[str] = SLEEP, name: str = "ray.log") -> subprocess.Popen:
+def holder(start: Start, session: Path, command: list[str] = RAYS_OWN) -> subprocess.Popen:
     """A process that has a file of the folder open and does not name it."""
-    with open(session / name, "w") as file:
-        return start(command, stderr=file)
+    with open(session / "ray.log", "a") as file:
+        process = start(command, stderr=file)
+    time.sleep(0.2)  # until bash has become another
+    return process
 
 
 def wait_for_end(pid: int, seconds: float) -> bool:
@@ -89,9 +92,9 @@ def wait_for_end(pid: int, seconds: float) -> bool:
 def test_what_uses_the_folder_ends_and_the_rest_lives(start: Start, session: Path) -> None:
     driver, cleaner_pid = start_driver(start, session)
     holding, naming = holder(start, session), start([*SLEEP, f"--temp-dir={session}"])
-    unrelated = start(SLEEP, cwd=session.parent)
+    unrelated, client = start(SLEEP, cwd=session.parent), holder(start, session, SLEEP)
     time.sleep(0.3)
-    assert [process.poll() for process in (driver, holding, naming, unrelated)] == [None] * 4
+    assert [process.poll() for process in (driver, holding, naming, unrelated, client)] == [None] * 5
     assert session.exists()
 
     driver.stdin.write("\n")
@@ -103,6 +106,7 @@ def test_what_uses_the_folder_ends_and_the_rest_lives(start: Start, session: Pat
     assert wait_for_end(cleaner_pid, 5)
     assert not session.exists()
     assert unrelated.poll() is None
+    assert client.poll() is None, "a program that used the service ends with it"
 
 
 def test_a_killed_driver_leaves_nothing(start: Start, session: Path) -> None:

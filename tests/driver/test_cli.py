@@ -44,6 +44,17 @@ def test_json_is_one_object_a_prompt_in_order(run: Run, folder: Path) -> None:
         assert found["mean_tbt_s"] > 0
 
 
+def test_json_carries_log_probabilities_where_they_are_asked_for(run: Run, tmp_path: Path) -> None:
+    line = {"prompt": "The sea", "max_tokens": 2, "logprobs": 1, "prompt_logprobs": 0, "logit_bias": {"7": 100}}
+    path = write_lines(tmp_path / "prompts.jsonl", line, "The sea")
+    asked, plain = run("--prompt-file", path, "--max-tokens", "2", "--json").objects
+    assert asked["output_token_ids"] == [7, 7]
+    assert [entry["token_id"] for entry in asked["logprobs"]] == [7, 7]
+    assert [len(entry["top"]) for entry in asked["logprobs"]] == [1, 1]
+    assert [entry and entry["token_id"] for entry in asked["prompt_logprobs"]] == [None, *b"he sea"]
+    assert set(plain) == KEYS
+
+
 def test_a_single_prompt_with_json_is_one_object(run: Run) -> None:
     (found,) = run("--prompt", "a", "--max-tokens", "1", "--json").objects
     assert len(found["output_token_ids"]) == 1

@@ -124,3 +124,15 @@ def test_a_reader_that_leaves_ends_the_run_quietly(folder: Path) -> None:
         assert process.wait(20) == 1
         assert b"Traceback" not in err
         assert b"Exception ignored" not in err
+
+
+def test_the_first_answer_does_not_wait_for_torchs_compiler(folder: Path) -> None:
+    """Importing it takes longer than the rest of the first step."""
+    program = (
+        "import sys; from quadriga import LLM, SamplingParams\n"
+        "with LLM(sys.argv[1], executor='inline', device='cpu', num_kv_blocks=64) as llm:\n"
+        "    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4, temperature=0.7), use_tqdm=False)\n"
+        "print(sorted({'torch', 'torch._dynamo', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "['torch']", done.stderr

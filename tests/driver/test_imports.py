@@ -22,6 +22,7 @@ ALLOWED = {
     "workers": {
         *("workers", "parallel", "attention"),
         *("scheduler.request", "scheduler.params", "scheduler.plan", "scheduler.frame"),
+        "scheduler.logprobs",
     },
     "driver": {"driver", "workers", "scheduler", "parallel", "attention"},
     "quadriga": {"driver", "scheduler.params"},

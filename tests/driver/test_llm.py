@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,16 @@ import pytest
 from driver.engine import EngineDead
 from quadriga import LLM, Completion, SamplingParams
 from scheduler.params import DEFAULT_MAX_TOKENS
+from tests.driver.serving import NUM_BLOCKS, PROMPT, greedy_params, open_llm, wait_until
 from tests.models import VOCAB_SIZE, greedy
 
-NUM_BLOCKS = 64
-PROMPT = list(b"The sea is")
 OTHERS = ["a", "Once upon a time", "x" * 40]
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[int]:
     """What transformers answers to PROMPT."""
     return greedy(folder, PROMPT, 48)
-
-
-def open_llm(folder: Path, **options: Any) -> LLM:
-    defaults = {"executor": "inline", "device": "cpu", "num_kv_blocks": NUM_BLOCKS, "block_size": 4}
-    return LLM(str(folder), **{**defaults, **options})
-
-
-def greedy_params(max_tokens: int | None = 12, **fields: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return met
 
 
 # ---- one and many
@@ -259,7 +235,7 @@ def test_closing_a_stream_early_aborts_it_and_frees_its_blocks(llm: LLM) -> None
             next(stream)
         assert llm.stats()["kv_blocks_free"] < NUM_BLOCKS
         stream.close()
-        assert wait_until(lambda: llm.stats()["kv_blocks_free"] == NUM_BLOCKS)
+        assert wait_until(lambda: llm.stats()["kv_blocks_free"] == NUM_BLOCKS, seconds=10)
         assert llm.stats()["decode_tokens"] - before < 150
 
 
@@ -268,7 +244,7 @@ def test_closing_a_stream_before_its_first_piece_aborts_it(llm: LLM) -> None:
     llm.stream(PROMPT, greedy_params(200)).close()
     llm.generate(OTHERS[0], greedy_params(100))  # an unaborted one would run beside this
     assert llm.stats()["decode_tokens"] - before < 150
-    assert wait_until(lambda: llm.stats()["kv_blocks_free"] == NUM_BLOCKS)
+    assert wait_until(lambda: llm.stats()["kv_blocks_free"] == NUM_BLOCKS, seconds=10)
 
 
 def test_requests_beside_an_aborted_one_are_unharmed(llm: LLM, expected: list[int]) -> None:
@@ -343,7 +319,8 @@ def test_a_dropped_llm_ends_its_threads(folder: Path) -> None:
     llm.generate(PROMPT, greedy_params(1))
     del llm
     assert wait_until(
-        lambda: not any(thread.name.startswith("quadriga") for thread in set(threading.enumerate()) - before)
+        lambda: not any(thread.name.startswith("quadriga") for thread in set(threading.enumerate()) - before),
+        seconds=10,
     )
 
 

@@ -265,3 +265,16 @@ def test_the_end_gives_what_was_held_once(decode: Decode) -> None:
 def test_without_a_tokenizer_there_is_no_text() -> None:
     stream = TextStream(None, [])
     assert (stream.push(5), stream.finish(), stream.stop) == ("", "", None)
+
+
+def test_stop_strings_count_only_behind_the_first_tokens(decode: Decode) -> None:
+    ids = list(b"one, two, three, four")
+    for fewest, text in ((0, "one"), (3, "one"), (4, "one, two"), (9, "one, two, three"), (99, bytes(ids).decode())):
+        stream = TextStream(decode, [","], fewest)
+        pieces = []
+        for token_id in ids:
+            pieces.append(stream.push(token_id))
+            if stream.stop is not None:
+                break
+        assert "".join(pieces) + stream.finish() == text
+        assert (stream.stop is None) == (fewest == 99)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from driver.cluster import Cluster
-from driver.engine import EngineDead
-from driver.executor import WorkerFailed
 from scheduler.params import SamplingParams
 from tests.end_to_end.conftest import TinyModels
 from tests.end_to_end.running import Ranks
+from tests.end_to_end.serving import processes_of_ray, until
 
 LONG = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
 
@@ -32,41 +32,28 @@ def ranks(tiny: TinyModels, ray_cluster: Cluster) -> Iterator[Ranks]:
 
 
 def worker_pids() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "ray::WorkerActor" in " ".join(p.info["cmdline"] or [])]
+    return processes_of_ray("WorkerActor")
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def test_a_killed_worker_is_named_and_close_works_twice(ranks: Ranks) -> None:
+def test_a_killed_worker_is_named_and_close_works_twice(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with ranks.llm(budget=64) as llm:
         stream = llm.stream([1, 2, 3], LONG)
         next(stream)
         os.kill(worker_pids()[-1], signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(WorkerFailed, match=r"rank \d failed: its process died"):
-            list(stream)
-        assert time.monotonic() - began < 15
-        with pytest.raises(EngineDead, match=r"rank \d failed"):
-            llm.generate([1, 2, 3], LONG)
+        assert list(stream)[-1].finish_reason == "length"
+        assert re.search(r"epoch \d+ has ended: rank \d failed: its process died", caplog.text)
     ranks.close()
     ranks.close()
 
 
-def test_a_worker_that_raises_is_named_with_its_cause(ranks: Ranks) -> None:
+def test_a_worker_that_raises_is_named_with_its_cause(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with ranks.llm(budget=64) as llm:
         stream = llm.stream([1, 2, 3], LONG)
         next(stream)
         channel = ranks.executor._channel
         llm._engine._command(lambda: channel._socket.send_multipart([channel._peers[1], b"plan", b"junk"]))
-        with pytest.raises(WorkerFailed, match=r"rank 1 failed: .*frame"):
-            list(stream)
+        assert list(stream)[-1].finish_reason == "length"
+        assert re.search(r"epoch \d+ has ended: rank 1 failed: .*frame", caplog.text)
 
 
 def test_ending_leaves_no_worker_in_a_joined_cluster(ranks: Ranks) -> None:

@@ -30,7 +30,7 @@ def logits_in_chunks(folder: Path, prompt: list[int], chunk_size: int, group: Te
         size=group.size,
         device="cpu",
         dtype="float32",
-        attention_backend="reference",
+        attention_backend="auto",
         block_size=BLOCK,
         num_rows=1,
         max_model_len=64,

@@ -128,6 +128,17 @@ def test_two_ranks_on_one_gpu_are_refused_by_all_before_nccl_hangs() -> None:
         )
 
 
+def test_the_meeting_point_listens_on_its_own_address_alone() -> None:
+    store, port = open_store("127.0.0.1", 1, 10.0)
+    listening = [
+        connection.laddr
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    ]
+    assert listening == [("127.0.0.1", port)]
+    del store
+
+
 def test_a_rank_whose_peer_never_tells_its_gpu_says_so() -> None:
     store, _ = open_store("127.0.0.1", 2, 10.0)
     with pytest.raises(GroupError, match=r"rank 0 of 2 waited 0\.2 s for the others' GPUs"):

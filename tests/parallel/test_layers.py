@@ -151,7 +151,7 @@ def test_the_heads_of_an_odd_vocabulary_make_up_the_whole_logits(
 def test_logits_are_fp32_whatever_the_weights_are(folder: Path, x: torch.Tensor) -> None:
     head = ParallelHead("head", VOCAB, range(VOCAB), IN, None, torch.bfloat16, CPU)
     load(head, folder)
-    assert head.weight.dtype == torch.bfloat16
+    assert head.matrix.weight.dtype == torch.bfloat16
     assert head(x.bfloat16()).dtype == torch.float32
 
 

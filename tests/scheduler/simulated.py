@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.blocks import BlockPool
+from scheduler.budget import TokenBudget
 from scheduler.frame import StepResult, decode_plan, encode_plan
 from scheduler.limits import Limits
 from scheduler.params import SamplingParams
@@ -104,11 +105,13 @@ class SimulatedEngine:
         block_size: int = 4,
         depth: int = 0,
         prefix_caching: bool = True,
+        token_budget: TokenBudget | None = None,
         **limits: Any,
     ) -> None:
         limits = Limits(budget, max_num_seqs, **limits)
         self.depth = depth
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks, block_size), prefix_caching=prefix_caching)
+        pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(limits, pool, prefix_caching=prefix_caching, budget=token_budget)
         self.rank = SimulatedRank(limits, num_blocks, block_size, num_blocks)
         self.frames: deque[bytes] = deque()
         self.touched: deque[set[int]] = deque()  # blocks that each step in flight reads or writes
@@ -149,14 +152,25 @@ class SimulatedEngine:
             self.check(plan)
         return plan
 
-    def result(self) -> None:
-        """Carries out the oldest step in flight and takes its result in."""
+    def result(self, slower: float = 1.0) -> None:
+        """Carries out the oldest step in flight and takes its result in. slower: times what the model predicted."""
         if self.frames:
             plan = decode_plan(self.frames.popleft())
             tokens = self.rank.run(plan)
             self.touched.popleft()
+            entry = self.scheduler.in_flight[0]
+            if entry.predicted:
+                self.scheduler.budget.observe(entry.work, entry.predicted * slower)
             self.scheduler.update(StepResult(plan.epoch, plan.step, tokens, 0.0), 0)
             self.scheduler.check()
+
+    def lose(self) -> None:
+        """The workers are lost: steps in flight never end, and others begin with empty caches."""
+        self.frames.clear()
+        self.touched.clear()
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        self.rank = SimulatedRank(scheduler.limits, pool.num_blocks, pool.block_size, pool.num_blocks)
+        self.scheduler.next_epoch()
 
     def run(self, max_steps: int = 10_000) -> None:
         """Runs until nothing is left to do."""

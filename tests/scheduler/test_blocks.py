@@ -108,6 +108,19 @@ def test_a_block_that_steps_in_flight_still_read_may_be_shared_and_released_agai
     pool.check([])
 
 
+def test_a_shared_block_waits_for_the_last_step_of_all_its_holders() -> None:
+    pool = BlockPool(2, 4)
+    (block,) = pool.take(1)
+    pool.publish(block, b"a")
+    pool.share([block])
+    pool.release([block], last_step=6, last_ended=4)
+    pool.release([block], last_step=5, last_ended=4)
+    pool.step_ended(5)
+    assert (pool.num_free, pool.num_pending) == (1, 1)
+    pool.step_ended(6)
+    assert (pool.num_free, pool.num_pending) == (2, 0)
+
+
 def test_a_prefix_ends_at_the_first_block_that_is_not_cached() -> None:
     pool = BlockPool(4, 4)
     first, third = keep(pool, b"1"), keep(pool, b"3")

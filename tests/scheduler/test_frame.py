@@ -11,20 +11,58 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scheduler.frame import FrameError, StepResult, decode_plan, decode_result, encode_plan, encode_result
-from scheduler.plan import Admission, Chunk, StepPlan
+from scheduler.frame import (
+    FrameError,
+    StepExtras,
+    StepResult,
+    decode_plan,
+    decode_result,
+    encode_plan,
+    encode_result,
+)
+from scheduler.logprobs import TokenLogprobs
+from scheduler.plan import Admission, Chunk, Extras, StepPlan
 
 INT32 = 2**31 - 1
 counts = st.integers(0, INT32)
 tokens = st.lists(counts, max_size=20)
 crcs = st.integers(0, 2**32 - 1)
 numbers = st.floats(allow_nan=False)
+optional = st.none() | counts
+
+
+@st.composite
+def all_extras(draw: st.DrawFn) -> Extras:
+    biases = draw(st.lists(numbers, max_size=3))
+    ids = draw(st.lists(counts, min_size=len(biases), max_size=len(biases)))
+    return Extras(
+        *(draw(counts), draw(numbers), draw(numbers), draw(numbers), ids, biases),
+        *(draw(counts), draw(tokens), draw(optional), draw(optional), draw(counts)),
+        draw(st.none() | st.tuples(st.text(max_size=5), st.text(max_size=5))),
+    )
+
+
+@st.composite
+def all_entries(draw: st.DrawFn, most: int = 3) -> list[TokenLogprobs]:
+    pairs = st.tuples(counts, st.floats(allow_nan=False, width=32))
+    width = draw(st.integers(0, 3))
+    return [
+        TokenLogprobs(*pair, draw(st.lists(pairs, min_size=width, max_size=width)))
+        for pair in draw(st.lists(pairs, min_size=1, max_size=most))
+    ]
+
+
 plans = st.builds(
     StepPlan,
     epoch=counts,
     step=counts,
     admissions=st.lists(
-        st.builds(Admission, counts, tokens, st.integers(0, 2**64 - 1), numbers, counts, numbers, numbers), max_size=3
+        st.builds(
+            Admission,
+            *(counts, tokens, st.integers(0, 2**64 - 1), numbers, counts, numbers, numbers, counts),
+            st.none() | all_extras(),
+        ),
+        max_size=3,
     ),
     new_blocks=st.lists(st.tuples(counts, st.lists(counts, max_size=5)), max_size=3),
     chunks=st.lists(st.builds(Chunk, counts, counts, counts, st.booleans()), max_size=3),
@@ -34,12 +72,21 @@ plans = st.builds(
     checksum=crcs,
     agreed=st.tuples(st.integers(-1, INT32), crcs),
 )
-results = st.builds(StepResult, counts, counts, tokens, numbers)
+step_extras = st.builds(
+    StepExtras,
+    st.lists(st.tuples(counts, all_entries(1).map(lambda entries: entries[0])), max_size=3),
+    st.lists(st.tuples(counts, counts, all_entries()), max_size=2),
+    st.lists(st.tuples(counts, st.text(max_size=5)), max_size=2),
+)
+results = st.builds(StepResult, counts, counts, tokens, numbers, st.none() | step_extras)
+
+FULL_EXTRAS = Extras(2, 0.5, -0.5, 1.5, [7, 9], [1.0, -100.0], 3, [256], 20, 0, 1, ("regex", "a+"))
+ENTRY = TokenLogprobs(5, -0.5, [(5, -0.5), (300, -1.25)])
 
 FULL_PLAN = StepPlan(
     epoch=1,
     step=7,
-    admissions=[Admission(3, [1, 2, 300], 2**64 - 1, 0.5, 40, 0.9, 0.1)],
+    admissions=[Admission(3, [1, 2, 300], 2**64 - 1, 0.5, 40, 0.9, 0.1, 0, FULL_EXTRAS)],
     new_blocks=[(3, [9, 8])],
     chunks=[Chunk(3, 0, 3, True)],
     leave=[2],
@@ -48,7 +95,7 @@ FULL_PLAN = StepPlan(
     checksum=2**32 - 1,
     agreed=(5, 17),
 )
-FULL_RESULT = StepResult(1, 7, [5, 300], 0.25)
+FULL_RESULT = StepResult(1, 7, [5, 300], 0.25, StepExtras([(1, ENTRY)], [(0, 1, [ENTRY, ENTRY])], [(0, "why")]))
 
 
 @settings(deadline=None)
@@ -129,8 +176,38 @@ def test_wrong_item_in_a_plan_is_refused_or_well_formed(place: int, value: Any) 
     _assert_well_formed(decoded)
 
 
+@settings(deadline=None, max_examples=400)
+@given(st.integers(0, 11), values)
+def test_wrong_item_in_extras_is_refused_or_well_formed(place: int, value: Any) -> None:
+    items = msgpack.unpackb(encode_plan(FULL_PLAN))
+    items[2][0][8][place] = value
+    try:
+        extras = decode_plan(msgpack.packb(items)).admissions[0].extras
+    except FrameError:
+        return
+    assert len(extras.bias_ids) == len(extras.biases)
+    assert all(type(bias) is float for bias in extras.biases)
+    assert extras.guide is None or all(type(part) is str for part in extras.guide)
+    assert all(v is None or 0 <= v <= INT32 for v in (extras.logprobs, extras.prompt_logprobs, extras.scored))
+
+
+@pytest.mark.parametrize("columns", [[b""], [b"1234", b"", b"", b""], [b"1234"] * 3, [b"12345678"] * 2 + [b"1234"] * 2])
+def test_columns_that_do_not_fit_together_are_refused(columns: list[bytes]) -> None:
+    items = msgpack.unpackb(encode_result(FULL_RESULT))
+    items[4][1][0][2] = columns
+    with pytest.raises(FrameError):
+        decode_result(msgpack.packb(items))
+
+
+def test_extras_cost_a_byte_where_none_are_asked_for() -> None:
+    bare, full = (Admission(3, [1], 0, 0.0, 0, 1.0, 0.0, 0, extras) for extras in (None, FULL_EXTRAS))
+    assert len(encode_plan(StepPlan(0, 0, [bare]))) < 60
+    assert len(encode_plan(StepPlan(0, 0, [full]))) < 160
+    assert len(encode_result(StepResult(1, 7, [5], 0.25))) < 25
+
+
 @settings(deadline=None)
-@given(st.integers(0, 3), values)
+@given(st.integers(0, 4), values)
 def test_wrong_item_in_a_result_is_refused_or_well_formed(place: int, value: Any) -> None:
     items = msgpack.unpackb(encode_result(FULL_RESULT))
     items[place] = value
@@ -146,7 +223,7 @@ def test_wrong_item_in_a_result_is_refused_or_well_formed(place: int, value: Any
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickles_are_refused(protocol: int) -> None:
-    plain = ([0] * 10, [0, 0, b"", 0.0])
+    plain = ([0] * 10, [0, 0, b"", 0.0, None])
     for value in plain if protocol < 2 else (*plain, FULL_PLAN, FULL_RESULT):  # slots need protocol 2
         for decode in (decode_plan, decode_result):
             with pytest.raises(FrameError):
@@ -156,7 +233,7 @@ def test_pickles_are_refused(protocol: int) -> None:
 def test_the_two_kinds_of_frame_are_not_confused() -> None:
     with pytest.raises(FrameError, match="10 items"):
         decode_plan(encode_result(FULL_RESULT))
-    with pytest.raises(FrameError, match="4 items"):
+    with pytest.raises(FrameError, match="5 items"):
         decode_result(encode_plan(FULL_PLAN))
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
 
 import pytest
 
-from scheduler.params import MAX_STOP_STRINGS, SEED_MAX, SEED_MIN, InvalidRequest, SamplingParams
+from scheduler.guide import MAX_CHOICES, MAX_GUIDE_CHARACTERS, Guide
+from scheduler.params import (
+    MAX_BIASED_TOKENS,
+    MAX_STOP_STRINGS,
+    SEED_MAX,
+    SEED_MIN,
+    InvalidRequest,
+    SamplingParams,
+)
 
 # Field, refused value, and what the message must contain: the field, the value and the limit or the kind wanted.
 REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
@@ -65,6 +74,49 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("priority", 101, ("got 101", "between -100 and 100")),
     ("priority", 0.5, ("got 0.5", "an integer")),
     ("cache_salt", 5, ("got 5", "a string")),
+    ("frequency_penalty", 2.01, ("2.01", "[-2, 2]")),
+    ("frequency_penalty", math.nan, ("nan", "[-2, 2]")),
+    ("frequency_penalty", None, ("None", "a number")),
+    ("presence_penalty", -2.01, ("-2.01", "[-2, 2]")),
+    ("presence_penalty", "1", ("'1'", "a number")),
+    ("repetition_penalty", 0.0, ("0.0", "(0, 2]")),
+    ("repetition_penalty", -1, ("-1", "(0, 2]")),
+    ("repetition_penalty", 2.5, ("2.5", "(0, 2]")),
+    ("logit_bias", {5: 100.1}, ("100.1", "token 5", "[-100, 100]")),
+    ("logit_bias", {5: math.nan}, ("nan", "[-100, 100]")),
+    ("logit_bias", {5: "1"}, ("'1'", "a number")),
+    ("logit_bias", {-1: 1}, ("-1", "between 0 and")),
+    ("logit_bias", {"x": 1}, ("'x'", "an integer")),
+    ("logit_bias", {"\u0663": 1}, ("\u0663", "an integer")),
+    ("logit_bias", {"9" * 5000: 1}, ("an integer",)),
+    ("logit_bias", {True: 1}, ("True", "an integer")),
+    ("logit_bias", {1.5: 1}, ("1.5", "an integer")),
+    ("logit_bias", {7: 1, "7": 2}, ("7", "twice")),
+    ("logit_bias", [1], ("[1]", "a mapping")),
+    ("logit_bias", dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1), ("300", "301")),
+    ("logprobs", 21, ("got 21", "between 0 and 20")),
+    ("logprobs", -1, ("-1", "between 0 and 20")),
+    ("logprobs", True, ("True", "an integer")),
+    ("prompt_logprobs", 21, ("got 21", "between 0 and 20")),
+    ("prompt_logprobs", 1.0, ("1.0", "an integer")),
+    ("min_tokens", -1, ("-1", "between 0 and")),
+    ("min_tokens", None, ("None", "an integer")),
+    ("guide", "json", ("'json'", "a mapping")),
+    ("guide", {}, ("exactly one of", "none")),
+    ("guide", {"regex": "a", "choice": ["a"]}, ("exactly one of", "regex, choice")),
+    ("guide", {"xml": "a"}, ("'xml'", "json_schema")),
+    ("guide", {"regex": 5}, ("regex", "got 5")),
+    ("guide", {"regex": ""}, ("regex", "non-empty")),
+    ("guide", {"json_object": "yes"}, ("json_object", "'yes'")),
+    ("guide", {"json_object": False}, ("exactly one of", "none")),
+    ("guide", {"json_schema": "{"}, ("json_schema", "not JSON")),
+    ("guide", {"json_schema": "[]"}, ("json_schema", "JSON object")),
+    ("guide", {"json_schema": {"a": {1, 2}}}, ("json_schema", "not JSON")),
+    ("guide", {"json_schema": 5}, ("json_schema", "got 5")),
+    ("guide", {"choice": "ab"}, ("choice", "'ab'")),
+    ("guide", {"choice": ["a", ""]}, ("choice", "non-empty")),
+    ("guide", {"choice": ["a"] * (MAX_CHOICES + 1)}, (str(MAX_CHOICES), str(MAX_CHOICES + 1))),
+    ("guide", {"regex": "a" * (MAX_GUIDE_CHARACTERS + 1)}, (str(MAX_GUIDE_CHARACTERS), str(MAX_GUIDE_CHARACTERS + 1))),
 ]
 
 ALLOWED: list[tuple[str, Any]] = [
@@ -94,6 +146,17 @@ ALLOWED: list[tuple[str, Any]] = [
     ("ignore_eos", True),
     ("priority", -100),
     ("cache_salt", "tenant"),
+    ("frequency_penalty", -2),
+    ("presence_penalty", 2.0),
+    ("repetition_penalty", 1e-9),
+    ("repetition_penalty", 2),
+    ("logit_bias", {0: -100.0, 5: 100.0}),
+    ("logit_bias", dict.fromkeys(range(MAX_BIASED_TOKENS), 1.0)),
+    ("logprobs", 0),
+    ("logprobs", 20),
+    ("prompt_logprobs", 0),
+    ("min_tokens", 7),
+    ("guide", Guide(choice=("a",) * MAX_CHOICES)),
 ]
 
 
@@ -168,3 +231,32 @@ def test_a_top_k_beyond_what_a_frame_carries_is_refused_or_travels(top_k: int) -
         return
     admission = Admission(0, [1], 0, 1.0, params.top_k, 1.0, 0.0)
     assert decode_plan(encode_plan(StepPlan(0, 0, [admission]))).admissions[0].top_k > 301
+
+
+def test_biases_have_integer_ids_however_they_come() -> None:
+    assert SamplingParams(logit_bias={"7": 1, 3: -2.5}).logit_bias == {7: 1.0, 3: -2.5}
+    assert SamplingParams(logit_bias={}).logit_bias is None
+
+
+def test_fewest_tokens_are_no_more_than_the_most() -> None:
+    assert SamplingParams(max_tokens=3, min_tokens=3).min_tokens == 3
+    with pytest.raises(InvalidRequest, match="min_tokens 4 is more than max_tokens 3"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        ({"json_object": True}, "json_object", ""),
+        ({"json_schema": {"type": "object"}}, "json_schema", '{"type": "object"}'),
+        ({"json_schema": '{"type": "string"}'}, "json_schema", '{"type": "string"}'),
+        ({"regex": "[ab]+"}, "regex", "[ab]+"),
+        ({"choice": ["yes", "nö"]}, "choice", '["yes", "nö"]'),
+        ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+    ],
+)
+def test_guide_says_one_thing(asked: dict[str, Any], kind: str, text: str) -> None:
+    guide = SamplingParams(guide=asked).guide
+    assert (guide.kind, guide.text) == (kind, text)
+    assert SamplingParams(guide=dataclasses.asdict(guide)).guide == guide  # as it crosses the wire
+    assert hash(SamplingParams(guide=Guide(**asked))) == hash(SamplingParams(guide=asked))

@@ -108,6 +108,24 @@ def test_without_chunked_prefill_steps_are_whole_prompts_or_decodes() -> None:
     assert [len(plan.chunks) for plan in engine.plans[:3]] == [1, 1, 1]  # 20 + 25 do not fit one step; prompts go first
 
 
+def test_without_chunked_prefill_a_threshold_cuts_no_prompt() -> None:
+    engine = SimulatedEngine(budget=32, chunked_prefill=False, long_prefill_token_threshold=4)
+    for start in range(2):
+        engine.add(list(range(start, start + 10)), max_tokens=3)
+    engine.run()
+    engine.check_outputs()
+    assert [chunk.length for plan in engine.plans for chunk in plan.chunks] == [10, 10]
+
+
+def test_without_chunked_prefill_no_more_requests_run_than_can_decode_together() -> None:
+    engine = SimulatedEngine(budget=3, max_num_seqs=8, chunked_prefill=False)
+    for start in range(6):
+        engine.add([start], max_tokens=3)
+    engine.run()
+    engine.check_outputs()
+    assert max(plan.num_tokens for plan in engine.plans) == 3
+
+
 def test_without_chunked_prefill_a_prompt_must_fit_a_step() -> None:
     engine = SimulatedEngine(budget=8, chunked_prefill=False)
     with pytest.raises(InvalidRequest, match=r"prompt of 9 tokens and max_tokens 1 do not fit a step of 8 tokens"):

@@ -148,9 +148,9 @@ def test_the_budget_learns_what_the_engine_could_measure() -> None:
     seen = []
 
     class Watched(TokenBudget):
-        def observe(self, work: StepWork, predicted: float | None, seconds: float) -> None:
+        def observe(self, work: StepWork, seconds: float) -> None:
             seen.append((work.tokens, seconds))
-            super().observe(work, predicted, seconds)
+            super().observe(work, seconds)
 
     for depth in (1, 2):
         scheduler = make_scheduler(budget=Watched(256))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from parallel.group import TensorParallelGroup
 from parallel.split import deal_lanes
 from tests.ranks import run_ranks
-from workers.sampler import Sampler, SamplingRows, gumbel_noise, noise_keys, truncate
+from workers.noise import gumbel_noise, noise_keys
+from workers.sampler import Sampler, SamplingRows, truncate
 
 CPU = torch.device("cpu")
 VOCAB = 301
@@ -32,6 +33,10 @@ def make_rows(count: int, **given: Any) -> SamplingRows:
             for name, value in columns.items()
         }
     )
+
+
+def keys_of(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    return noise_keys(rows.seeds, rows.positions)
 
 
 def random_logits(count: int, vocab: int = VOCAB, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -232,14 +237,14 @@ GOLDEN_NOISE = [
 def test_the_random_stream_stays_as_it_is() -> None:
     """A request sampled with a seed must give the same text in the next version."""
     rows = make_rows(3, seeds=[0, 42, 2**64 - 1], positions=[0, 17, 100_000])
-    high, low = noise_keys(rows, np.ones(3, bool))
+    high, low = keys_of(rows)
     assert list(zip(high.tolist(), low.tolist(), strict=True)) == GOLDEN_KEYS
     noise = gumbel_noise(high, low, torch.tensor([0, 1, 2, 300, 150_000]))
     torch.testing.assert_close(noise, torch.tensor(GOLDEN_NOISE), rtol=1e-5, atol=1e-6)
 
 
 def test_noise_is_gumbel_and_always_finite() -> None:
-    high, low = noise_keys(make_rows(20, positions=np.arange(20)), np.ones(20, bool))
+    high, low = keys_of(make_rows(20, positions=np.arange(20)))
     noise = gumbel_noise(high, low, torch.arange(50_000)).double()
     assert bool(torch.isfinite(noise).all())
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.005)
@@ -249,7 +254,7 @@ def test_noise_is_gumbel_and_always_finite() -> None:
 
 
 def test_noise_of_a_range_of_ids_is_that_range_of_the_whole() -> None:
-    keys = noise_keys(make_rows(4, positions=np.arange(4)), np.ones(4, bool))
+    keys = keys_of(make_rows(4, positions=np.arange(4)))
     whole = gumbel_noise(*keys, torch.arange(VOCAB))
     assert torch.equal(gumbel_noise(*keys, torch.arange(100, 205)), whole[:, 100:205])
 
@@ -257,5 +262,5 @@ def test_noise_of_a_range_of_ids_is_that_range_of_the_whole() -> None:
 def test_no_two_seeds_and_positions_share_their_keys() -> None:
     seeds, positions = np.meshgrid(np.arange(200), np.arange(200))
     rows = make_rows(40_000, seeds=seeds.ravel(), positions=positions.ravel())
-    high, low = noise_keys(rows, np.ones(40_000, bool))
+    high, low = keys_of(rows)
     assert len(set(zip(high.tolist(), low.tolist(), strict=True))) == 40_000

@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is installed with the test extra")
 
+from attention.backend import HeadLayout
+from attention.reference import ReferenceBackend
 from scripts.gpu_check_parts import TINY, RandomWeights, generate, make_runner
 from workers import triton_kernels as kernels
-from workers.rope import rotate
-from workers.sampler import gumbel_noise
+from workers.noise import gumbel_noise
+from workers.ops import TorchOps
+from workers.triton_ops import TritonOps
 
 CPU = torch.device("cpu")
+FUSED, PLAIN = TritonOps(), TorchOps()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,11 +33,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 48, 64, 100])
 def test_rms_norm_with_and_without_a_residual(dtype: torch.dtype, size: int) -> None:
@@ -43,12 +41,10 @@ def test_rms_norm_with_and_without_a_residual(dtype: torch.dtype, size: int) -> 
         randn(5, size, dtype=dtype, seed=1),
         randn(size, dtype=dtype, seed=2),
     )
-    normed, same = kernels.rms_norm(x, weight, 1e-5)
-    assert_close(normed, plain_norm(x, weight, 1e-5))
-    assert same is x
-    normed, total = kernels.rms_norm(x, weight, 1e-5, residual)
-    assert_close(total, x + residual)
-    assert_close(normed, plain_norm(x + residual, weight, 1e-5))
+    for delta in (None, residual):
+        found, expected = FUSED.add_norm(x, delta, weight, 1e-5), PLAIN.add_norm(x, delta, weight, 1e-5)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
 
 
 def test_rms_norm_of_heads_that_lie_apart() -> None:
@@ -56,27 +52,35 @@ def test_rms_norm_of_heads_that_lie_apart() -> None:
     x = randn(4, 100)[:, 20:68].unflatten(-1, (3, 16))
     assert not x.is_contiguous()
     weight = randn(16, seed=1)
-    assert_close(kernels.rms_norm(x, weight, 1e-6)[0], plain_norm(x, weight, 1e-6))
+    assert_close(FUSED.norm(x, weight, 1e-6), PLAIN.norm(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 8), (4, 1, 48), (1, 1, 2)])
-def test_rotation_of_strided_queries_and_keys(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+def test_rotation_of_strided_queries_and_keys_with_the_cache_write(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rotates: bool
+) -> None:
+    """Keys and values land in their slots, and what lies beside them stays."""
     widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    q, k, _ = (x.unflatten(-1, (-1, head_dim)) for x in randn(5, sum(widths), dtype=dtype).split(widths, dim=-1))
-    angles = randn(5, head_dim // 2, seed=3).repeat(1, 2).unsqueeze(1)
-    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-    for found, x in zip(kernels.rotate(q, k, rotary), (q, k), strict=True):
-        assert found.is_contiguous()
-        assert_close(found, rotate(x, rotary))
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in randn(5, sum(widths), dtype=dtype).split(widths, dim=-1))
+    angles = randn(5, 2, 1, head_dim // 2, seed=3).repeat(1, 1, 1, 2)
+    rotary = angles.cos().to(dtype).unbind(1) if rotates else None
+    slots, backend = torch.tensor([11, 0, 7, 2, 8]), ReferenceBackend(HeadLayout(heads, kv_heads, head_dim), 1.0)
+    results = []
+    for ops in (FUSED, PLAIN):
+        pages = tuple(torch.full((3, 4, kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(2))
+        results.append((ops.store(q, k, v, rotary, pages, slots, backend), *pages))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert_close(found.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 80, 1500])
 def test_silu_multiply(dtype: torch.dtype, size: int) -> None:
     x = 4 * randn(3, 2 * size, dtype=dtype)
-    gate, up = x.chunk(2, dim=-1)
-    assert_close(kernels.silu_multiply(x), F.silu(gate) * up)
+    assert_close(FUSED.gate(x), PLAIN.gate(x))
 
 
 def test_noise_is_the_samplers_to_the_bit() -> None:
@@ -92,6 +96,12 @@ def test_noise_is_the_samplers_to_the_bit() -> None:
     "call",
     [
         lambda: kernels.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5)[0],
+        lambda: kernels.rotate_and_store(
+            *[torch.empty(0, 1, 8)] * 3,
+            (torch.empty(0, 1, 8),) * 2,
+            (torch.empty(1, 1, 1, 8),) * 2,
+            torch.empty(0, dtype=torch.int64),
+        ),
         lambda: kernels.silu_multiply(torch.empty(0, 8)),
         lambda: kernels.gumbel_noise(*[torch.empty(0, dtype=torch.int64)] * 2, torch.arange(8)),
     ],
@@ -104,7 +114,7 @@ def test_a_model_of_fused_kernels_gives_the_tokens_of_one_without() -> None:
     found = []
     for fused in (False, True):
         runner = make_runner(TINY, CPU, "float32", fused_kernels=fused)
-        assert runner.fused == fused
+        assert isinstance(runner.ops, TritonOps) == fused
         with torch.inference_mode():
             runner.model.load(RandomWeights())
         runner.make_cache(24)

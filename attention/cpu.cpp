@@ -1,0 +1,393 @@
+// Attention over the paged cache: one call for the whole mixed batch.
+//
+// A unit of work is a tile of one request's queries, all query heads of one key/value head, and a span of keys:
+//
+//     rows of the unit    q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...     (so that keys and values are read once for the group)
+//     keys of the unit    walked in tiles of KEYS, with a running maximum and sum for each row (online softmax)
+//
+// A row's context is cut into spans of SPAN keys, whose results are merged in order. Those of a single query are units
+// of their own, which any threads compute; who finishes last merges. Tiles and spans depend on positions alone and every
+// sum has one order, so that a row's result is the same to the bit whatever threads, neighbours and chunks there are.
+#include "vector.h"
+
+constexpr int KEYS = 64, SPAN = 256, MOST_ROWS = 96;
+constexpr int FEW_ROWS = 6;  // up to here, values are used where they lie rather than widened first
+
+struct Arguments {
+    int64_t format, threads;
+    int64_t query, query_stride, out, key_pages, value_pages;
+    int64_t block_size, kv_heads, group, head_dim, scale_bits, window;  // window: 0 for none
+    int64_t chunks, starts, chunk_contexts, chunk_blocks, chunk_width;
+    int64_t decodes, decode_contexts, decode_blocks, decode_width;
+};
+
+// One request's queries in this step: `token` is the first of them in the batch.
+struct Request {
+    int64_t token, queries, context;
+    const int32_t* blocks;
+};
+
+// Spans of one context leave their partial results at `partial`, partial + 1, ...; a whole context has one span.
+struct Unit {
+    const Request* request;
+    int64_t query, queries, head, first_key, end_key;
+    int64_t partial, span, spans;
+};
+
+struct Memory {
+    std::vector<float> query, keys, values, scores, sums, top, total, merged;
+    std::vector<uint32_t> pairs, transposed;
+};
+
+#if defined(WIDE)
+// 16 rows of 16 words, `stride` words apart, to 16 columns of COLUMNS-wide rows.
+static inline void transpose_square(const uint32_t* from, int64_t stride, uint32_t* to, int64_t width) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(to + i * width, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * width, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+        _mm512_storeu_si512(to + (i + 4) * width, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
+        _mm512_storeu_si512(to + (i + 12) * width, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
+    }
+}
+#endif
+
+// Merges the result of a span into that of the spans before it: top, total, sums [padded]. One function for all, lest
+// the compiler round differently here and there.
+__attribute__((noinline)) static void merge_span(float* merged, float top, float total, const float* sums, int64_t padded) {
+    const float highest = std::max(merged[0], top);
+    if (highest == -INFINITY) return;  // no key has been seen
+    const float fade = exponential(spread(merged[0] - highest))[0], weight = exponential(spread(top - highest))[0];
+    merged[0] = highest;
+    merged[1] = merged[1] * fade + total * weight;
+    for (int64_t d = 2; d < padded + 2; d += LANES)
+        store(merged + d, load(merged + d) * fade + load(sums + d - 2) * weight);
+}
+
+static void clear_span(float* merged, int64_t padded) {
+    std::fill(merged, merged + padded + 2, 0.f);
+    merged[0] = -INFINITY;
+}
+
+// [KEYS, width] words -> [width, KEYS]; width is a multiple of 16.
+static void transpose(const uint32_t* from, int64_t width, uint32_t* to) {
+#if defined(WIDE)
+    for (int64_t column = 0; column < width; column += 16)
+        for (int64_t row = 0; row < KEYS; row += 16)
+            transpose_square(from + row * width + column, width, to + column * KEYS + row, KEYS);
+#else
+    for (int64_t column = 0; column < width; column++)
+        for (int64_t row = 0; row < KEYS; row++) to[column * KEYS + row] = from[row * width + column];
+#endif
+}
+
+template <class T>
+class Attention {
+public:
+    Attention(const Arguments& arguments, Member* member)
+        : a(arguments), member(member), dim(a.head_dim), padded((dim + COLUMNS - 1) / COLUMNS * COLUMNS), wide(padded + 2) {
+        double exact;
+        memcpy(&exact, &a.scale_bits, sizeof exact);
+        scale = (float)exact;
+    }
+
+    void run() {
+        list_requests();
+        for (const Request& request : requests) list_units(request);
+        const size_t counters = num_partials * sizeof(std::atomic<int64_t>);
+        char* memory = shared(member, counters + num_partials * a.group * wide * sizeof(float), [&](char* fresh) {
+            auto counts = (std::atomic<int64_t>*)fresh;
+            for (const Unit& unit : units)
+                if (unit.spans > 1) counts[unit.partial] = unit.spans;
+        });
+        waiting = (std::atomic<int64_t>*)memory;
+        partials = (float*)(memory + counters);
+        parallel_each(member, a.threads, (int64_t)units.size(), [&](int64_t i) { compute(units[i]); });
+    }
+
+private:
+    // Where the machine multiplies pairs of bf16, scores come from queries and keys as they are.
+#if defined(BF16_PAIRS)
+    static constexpr bool PAIRS = std::is_same_v<T, bf16>;
+#else
+    static constexpr bool PAIRS = false;
+#endif
+#if defined(WIDE)
+    static constexpr bool WORDS = PAIRS || std::is_same_v<T, float>;  // keys can be transposed where they lie
+#else
+    static constexpr bool WORDS = false;
+#endif
+    const Arguments& a;
+    Member* const member;
+    const int64_t dim, padded, wide;
+    float scale;
+    std::vector<Request> requests;
+    std::vector<Unit> units;
+    int64_t num_partials = 0;
+    float* partials = nullptr;
+    std::atomic<int64_t>* waiting = nullptr;  // spans of a context that are not computed yet
+
+    void list_requests() {
+        auto starts = (const int32_t*)a.starts, contexts = (const int32_t*)a.chunk_contexts;
+        for (int64_t i = 0; i < a.chunks; i++) {
+            auto blocks = (const int32_t*)a.chunk_blocks + i * a.chunk_width;
+            requests.push_back({starts[i], starts[i + 1] - starts[i], contexts[i], blocks});
+        }
+        const int64_t first = a.chunks ? starts[a.chunks] : 0;
+        contexts = (const int32_t*)a.decode_contexts;
+        for (int64_t i = 0; i < a.decodes; i++)
+            requests.push_back({first + i, 1, contexts[i], (const int32_t*)a.decode_blocks + i * a.decode_width});
+    }
+
+    void list_units(const Request& request) {
+        const int64_t most = std::max<int64_t>(1, MOST_ROWS / a.group);
+        // The last tiles see the most keys; whoever begins with them ends evenly.
+        for (int64_t tile = (request.queries - 1) / most; tile >= 0; tile--) {
+            const int64_t query = tile * most, queries = std::min(most, request.queries - query);
+            const int64_t position = request.context - request.queries + query;
+            const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) / KEYS * KEYS : 0;
+            const int64_t end = position + queries, span = queries == 1 ? SPAN : end;
+            const int64_t first_span = first / span, spans = (end - 1) / span - first_span + 1;
+            for (int64_t head = 0; head < a.kv_heads; head++) {
+                for (int64_t i = 0; i < spans; i++) {
+                    const int64_t from = std::max(first, (first_span + i) * span);
+                    const int64_t to = std::min(end, (first_span + i + 1) * span);
+                    units.push_back({&request, query, queries, head, from, to, num_partials, i, spans});
+                }
+                num_partials += spans > 1 ? spans : 0;
+            }
+        }
+    }
+
+    int64_t rows_of(const Unit& unit) const { return unit.queries * a.group; }
+    int64_t position_of(const Unit& unit, int64_t row) const {
+        return unit.request->context - unit.request->queries + unit.query + row / a.group;
+    }
+    const T* query_of(const Unit& unit, int64_t row) const {
+        const int64_t token = unit.request->token + unit.query + row / a.group;
+        return (const T*)a.query + token * a.query_stride + (unit.head * a.group + row % a.group) * dim;
+    }
+    T* out_of(const Unit& unit, int64_t row) const {
+        const int64_t token = unit.request->token + unit.query + row / a.group;
+        return (T*)a.out + ((token * a.kv_heads + unit.head) * a.group + row % a.group) * dim;
+    }
+    // body(i, count, entry): keys first + i and on, `count` of them in one block, the first of them at pages + entry.
+    template <class Body>
+    void each_run(const Unit& unit, int64_t first, int64_t keys, Body&& body) const {
+        for (int64_t i = 0, count; i < keys; i += count) {
+            const int64_t block = (first + i) / a.block_size, offset = (first + i) % a.block_size;
+            const int64_t slot = unit.request->blocks[block] * a.block_size + offset;
+            count = std::min(keys - i, a.block_size - offset);
+            body(i, count, (slot * a.kv_heads + unit.head) * dim);
+        }
+    }
+
+    // Widens `dim` numbers; what pads them is zero.
+    void widen(const T* from, float* to) const {
+        for (int64_t d = 0; d < padded; d += LANES) store(to + d, d < dim ? load(from + d, dim - d) : floats{});
+    }
+
+    void pad(const T* from, void* to) const {
+        memcpy(to, from, dim * sizeof(T));
+        memset((T*)to + dim, 0, (padded - dim) * sizeof(T));
+    }
+
+    void compute(const Unit& unit) {
+        static thread_local Memory memory;
+        const int64_t rows = rows_of(unit);
+        float* query = scratch(memory.query, rows * padded);
+        float* sums = scratch(memory.sums, rows * padded);
+        float* top = scratch(memory.top, rows);
+        float* total = scratch(memory.total, rows);
+        scratch(memory.keys, KEYS * padded);
+        scratch(memory.values, KEYS * padded);
+        scratch(memory.scores, rows * KEYS);
+        scratch(memory.pairs, rows * padded / 2);
+        scratch(memory.transposed, padded * KEYS);
+        for (int64_t r = 0; r < rows; r++) {
+            widen(query_of(unit, r), query + r * padded);
+            if (PAIRS) pad(query_of(unit, r), memory.pairs.data() + r * padded / 2);
+        }
+        scratch(memory.merged, rows * wide);
+        for (int64_t r = 0; r < rows; r++) clear_span(memory.merged.data() + r * wide, padded);
+        for (int64_t first = unit.first_key; first < unit.end_key; first += KEYS) {
+            if (first % SPAN == 0 || first == unit.first_key) {
+                std::fill(sums, sums + rows * padded, 0.f);
+                std::fill(top, top + rows, -INFINITY);
+                std::fill(total, total + rows, 0.f);
+            }
+            const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
+            score(unit, first, keys, memory);
+            soften(unit, first, memory);
+            rows <= FEW_ROWS && dim == padded ? sum_few(unit, first, keys, memory) : sum_many(unit, first, keys, memory);
+            if ((first + KEYS) % SPAN == 0 || first + KEYS >= unit.end_key)
+                for (int64_t r = 0; r < rows; r++)
+                    merge_span(memory.merged.data() + r * wide, top[r], total[r], sums + r * padded, padded);
+        }
+        finish(unit, memory);
+    }
+
+    // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used. Keys are transposed, which makes of
+    // the scores a product like any other.
+    void score(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        const int64_t rows = rows_of(unit), width = PAIRS ? padded / 2 : padded;
+        uint32_t* transposed = memory.transposed.data();
+        WORDS && dim == padded && a.block_size % 16 == 0 ? transpose_pages(unit, first, keys, transposed)
+                                                         : transpose_copies(unit, first, keys, memory);
+        for (int64_t j = 0; j < keys; j += COLUMNS) {
+            float* scores = memory.scores.data() + j;
+            if constexpr (PAIRS)
+                product(memory.pairs.data(), width, transposed + j, KEYS, width, scores, KEYS, false, rows);
+            else
+                product(memory.query.data(), width, (float*)transposed + j, KEYS, width, scores, KEYS, false, rows);
+        }
+    }
+
+    void transpose_pages(const Unit& unit, int64_t first, int64_t keys, uint32_t* transposed) const {
+#if defined(WIDE)
+        const int64_t words = dim * sizeof(T) / 4, stride = a.kv_heads * words;
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const uint32_t* key = (const uint32_t*)((const T*)a.key_pages + entry);
+            for (int64_t j = 0; j < count; j += 16)
+                for (int64_t column = 0; column < words; column += 16)
+                    transpose_square(key + j * stride + column, stride, transposed + column * KEYS + i + j, KEYS);
+        });
+#endif
+    }
+
+    void transpose_copies(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        const int64_t width = PAIRS ? padded / 2 : padded;
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const T* key = (const T*)a.key_pages + entry;
+            for (int64_t j = i; j < i + count; j++, key += a.kv_heads * dim) {
+                float* row = memory.keys.data() + j * width;
+                PAIRS ? pad(key, row) : widen(key, row);
+            }
+        });
+        transpose((const uint32_t*)memory.keys.data(), width, memory.transposed.data());
+    }
+
+    void sum_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        const int64_t rows = rows_of(unit), stride = a.kv_heads * dim;
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            for (int64_t d = 0; d < dim; d += COLUMNS)
+                product(memory.scores.data() + i, KEYS, (const T*)a.value_pages + entry + d, stride, count,
+                        memory.sums.data() + d, padded, true, rows);
+        });
+    }
+
+    void sum_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+        float* values = memory.values.data();
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            const T* value = (const T*)a.value_pages + entry;
+            for (int64_t j = i; j < i + count; j++, value += a.kv_heads * dim) widen(value, values + j * padded);
+        });
+        for (int64_t d = 0; d < padded; d += COLUMNS)
+            product(memory.scores.data(), KEYS, values + d, padded, keys, memory.sums.data() + d, padded, true,
+                    rows_of(unit));
+    }
+
+    // Scores become weights relative to the row's running maximum, and older sums follow that maximum.
+    void soften(const Unit& unit, int64_t first, Memory& memory) const {
+        for (int64_t r = 0; r < rows_of(unit); r++) {
+            const int64_t position = position_of(unit, r);
+            const int64_t from = a.window ? position - a.window + 1 : 0, to = std::min(position + 1, unit.end_key);
+            float* scores = memory.scores.data() + r * KEYS;
+            floats best = spread(-INFINITY);
+            for (int64_t j = 0; j < KEYS; j += LANES) {
+                const floats hidden = spread(-INFINITY);
+                ints key = (ints)lane_numbers() + (int32_t)(first + j);
+                ints seen = (key >= (int32_t)from) & (key < (int32_t)to);
+                floats scaled = seen ? load(scores + j) * scale : hidden;
+                store(scores + j, scaled);
+                best = larger(scaled, best);
+            }
+            const float top = std::max(memory.top[r], largest(best));
+            // A row that has seen no key yet: all its weights are zero, and -inf - -inf must not be asked for.
+            const float base = top == -INFINITY ? 0.f : top;
+            const float fade = exponential(spread(memory.top[r] - base))[0];
+            floats total = {};
+            for (int64_t j = 0; j < KEYS; j += LANES) {
+                floats weight = exponential(load(scores + j) - base);
+                store(scores + j, weight);
+                total += weight;
+            }
+            memory.total[r] = memory.total[r] * fade + sum(total);
+            memory.top[r] = top;
+            if (fade != 1.f) scale_row(memory.sums.data() + r * padded, fade);
+        }
+    }
+
+    void scale_row(float* row, float factor) const {
+        for (int64_t d = 0; d < padded; d += LANES) store(row + d, load(row + d) * factor);
+    }
+
+    void finish(const Unit& unit, Memory& memory) {
+        const float* merged = memory.merged.data();
+        if (unit.spans == 1) {
+            for (int64_t r = 0; r < rows_of(unit); r++) write_out(unit, r, merged + r * wide);
+            return;
+        }
+        memcpy(partial(unit, unit.span), merged, a.group * wide * sizeof(float));
+        if (waiting[unit.partial].fetch_sub(1) == 1) merge(unit, memory.merged.data());
+    }
+
+    float* partial(const Unit& unit, int64_t span) const { return partials + (unit.partial + span) * a.group * wide; }
+
+    void merge(const Unit& unit, float* merged) {
+        for (int64_t r = 0; r < a.group; r++) {
+            clear_span(merged, padded);
+            for (int64_t i = 0; i < unit.spans; i++) {
+                const float* part = partial(unit, i) + r * wide;
+                merge_span(merged, part[0], part[1], part + 2, padded);
+            }
+            write_out(unit, r, merged);
+        }
+    }
+
+    void write_out(const Unit& unit, int64_t row, const float* merged) const {
+        T* out = out_of(unit, row);
+        const float share = 1.f / merged[1];
+        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(merged + 2 + d) * share, dim - d);
+    }
+};
+
+// Copies each token's keys and values [tokens, kv_heads, head_dim] to its slot of the pages.
+struct Write {
+    int64_t tokens, slots, row_bytes, key, key_stride_bytes, value, value_stride_bytes, key_pages, value_pages;
+};
+
+EXPORT int64_t quadriga_write(const int64_t* arguments, Member* member) {
+    const Write& w = *(const Write*)arguments;
+    parallel_each(member, 1, 1, [&](int64_t) {
+        for (int64_t i = 0; i < w.tokens; i++) {
+            const int64_t place = ((const int64_t*)w.slots)[i] * w.row_bytes;
+            memcpy((char*)w.key_pages + place, (const char*)w.key + i * w.key_stride_bytes, w.row_bytes);
+            memcpy((char*)w.value_pages + place, (const char*)w.value + i * w.value_stride_bytes, w.row_bytes);
+        }
+    });
+    return 0;
+}
+
+EXPORT int64_t quadriga_attend(const int64_t* arguments, Member* member) {
+    const Arguments& a = *(const Arguments*)arguments;
+    with_format(a.format, [&](auto number) { Attention<decltype(number)>(a, member).run(); });
+    return 0;
+}

@@ -1,0 +1,120 @@
+"""Linears over packed weights (linear.cpp), where they are measured to be faster than torch's."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from attention.native import FORMATS, Recording, call, empty
+from parallel.layers import Matrix
+from workers.kernels import Kernels
+
+logger = logging.getLogger("quadriga.worker")
+
+_TRIED_ROWS = (1, 16, 128)  # single stream, a few streams, prefill
+_TRIED_OUTPUTS = 4096  # of a larger weight so many are tried
+_TRIAL_SECONDS = 0.004
+
+
+class PackedProducts:
+    """One copy of the weight, in panels, serves any number of rows and lookups. A row's result depends on no other."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        outputs, inputs = weight.shape
+        packed = torch.empty(-(-outputs // 32) * 32 * (inputs + inputs % 2), dtype=weight.dtype)
+        arguments = (FORMATS[weight.dtype], torch.get_num_threads(), weight.data_ptr(), outputs, inputs)
+        call(self.kernels.pack, *arguments, packed.data_ptr())
+        return packed
+
+    def multiply(
+        self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        out = empty((*x.shape[:-1], matrix.outputs), torch.float32 if wide else x.dtype)
+        call(
+            self.kernels.multiply,
+            *(FORMATS[x.dtype], torch.get_num_threads(), x.data_ptr(), math.prod(x.shape[:-1]), matrix.inputs),
+            *(matrix.weight.data_ptr(), matrix.outputs, 0 if bias is None else bias.data_ptr()),
+            *(out.data_ptr(), int(wide)),
+        )
+        return out
+
+    def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+        out = empty((len(ids), matrix.inputs), matrix.weight.dtype)
+        call(
+            self.kernels.lookup,
+            *(FORMATS[out.dtype], torch.get_num_threads(), matrix.weight.data_ptr(), first_id, matrix.outputs),
+            *(matrix.inputs, ids.data_ptr(), len(ids), out.data_ptr()),
+        )
+        return out
+
+
+def settle_products(model: nn.Module, kernels: Kernels) -> None:
+    """Packs the model's matrices, one after another, if all in all that is faster on this machine.
+
+    All or none: a single linear of torch would keep steps from being replayed, which brings more than it could.
+    """
+    began, packed = time.perf_counter(), PackedProducts(kernels)
+    matrices = [part for part in model.modules() if isinstance(part, Matrix)]
+    shapes = {(matrix.outputs, matrix.inputs): matrix for matrix in matrices if matrix.outputs and matrix.inputs}
+    seconds = {shape: _trial_seconds(packed, matrix) for shape, matrix in shapes.items()}
+    gains = {shape: _mean_ratio([times]) for shape, times in seconds.items()}
+    gain = _mean_ratio([seconds[shape] for m in matrices if (shape := (m.outputs, m.inputs)) in seconds])
+    if gain >= 1:
+        for matrix in matrices:
+            matrix.adopt(packed)
+    each = ", ".join(f"{outputs}x{inputs} {shape_gain:.1f}x" for (outputs, inputs), shape_gain in gains.items())
+    logger.info(
+        "linears: %s in %.2f s; packed ones run at %.2f times the speed of torch's (%s)",
+        "packed" if gain >= 1 else "left to torch",
+        time.perf_counter() - began,
+        gain,
+        each,
+    )
+
+
+def _mean_ratio(trials: list[list[tuple[float, float]]]) -> float:
+    """Torch's time through ours, of all trials together: the geometric mean over numbers of rows."""
+    sums = [[sum(side) for side in zip(*of_rows, strict=True)] for of_rows in zip(*trials, strict=True)]
+    return math.exp(sum(math.log(plain / ours) for plain, ours in sums) / len(sums)) if sums else 1.0
+
+
+def _trial_seconds(packed: PackedProducts, matrix: Matrix) -> list[tuple[float, float]]:
+    """What torch and packed products take for each number of rows."""
+    outputs, dtype = min(matrix.outputs, _TRIED_OUTPUTS), matrix.weight.dtype
+    plain, ours = (Matrix(outputs, matrix.inputs, dtype, torch.device("cpu")) for _ in range(2))
+    for trial in (plain, ours):
+        trial.weight.copy_(matrix.weight[:outputs])
+    ours.adopt(packed)
+    threads, times = torch.get_num_threads(), []
+    torch.set_num_threads(1)  # whose time of computing is the same however busy the machine is
+    try:
+        for rows in _TRIED_ROWS:
+            x, recording = torch.ones(rows, matrix.inputs, dtype=dtype), Recording()
+            with recording.record():
+                result = ours(x)
+            ((kernel, arguments),) = recording.calls
+            times.append((_seconds(lambda x=x: plain(x)), _seconds(lambda k=kernel, a=arguments: k(a, None))))
+            del result
+    finally:
+        torch.set_num_threads(threads)
+    return times
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The best of some calls, as time that this thread computed."""
+    call()
+    times, deadline = [], time.perf_counter() + _TRIAL_SECONDS
+    while len(times) < 2 or time.perf_counter() < deadline:
+        began = time.thread_time()
+        call()
+        times.append(time.thread_time() - began)
+    return max(min(times), 1e-9)
