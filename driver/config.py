@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.limits import POLICIES, Limits
-from workers.spec import DTYPES
+from workers.spec import DTYPES, KV_CACHE_DTYPES
 
 EXECUTORS = ("auto", "inline", "ray")
 DEVICES = ("auto", "cpu", "cuda")
@@ -45,6 +45,8 @@ class EngineConfig:
     enforce_eager: launch every step anew instead of replaying captured CUDA graphs.
     fused_kernels: use the Triton kernels on CUDA, where Triton is installed.
     async_depth: steps in flight at once; 0 or 1 waits for each step's tokens before the next is planned.
+    kv_cache_dtype: `fp8` (`fp8_e4m3`) or `fp8_e5m2` halves the KV cache where the attention backend can read it; `auto`
+        keeps keys and values in the model's dtype.
     kv_cache_gib: memory for each rank's KV cache in GiB; None means 2 on CPU and what is left on a GPU.
     num_kv_blocks: exact number of KV blocks instead.
     gpu_memory_utilization: share of each GPU's memory to use, in (0, 1].
@@ -78,6 +80,7 @@ class EngineConfig:
     enforce_eager: bool = False
     fused_kernels: bool = True
     async_depth: int = 2
+    kv_cache_dtype: str = "auto"
     kv_cache_gib: float | None = None
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -95,6 +98,7 @@ class EngineConfig:
             ("executor", EXECUTORS),
             ("device", DEVICES),
             ("dtype", ("auto", *DTYPES)),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("policy", POLICIES),
             ("attention_calls", ATTENTION_CALLS),
         ):

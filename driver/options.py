@@ -6,7 +6,7 @@ import argparse
 
 from driver.config import ATTENTION_CALLS, DEVICES, EXECUTORS, MAX_ASYNC_DEPTH, EngineConfig
 from scheduler.limits import POLICIES
-from workers.spec import DTYPES
+from workers.spec import DTYPES, KV_CACHE_DTYPES
 
 
 def add_engine_options(
@@ -30,6 +30,12 @@ def add_engine_options(
         action=argparse.BooleanOptionalAction,
         default=True,
         help="share computed KV blocks among requests with equal beginnings",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="of stored keys and values; auto: the model's own. fp8 halves the KV cache (flash_attn 3, reference)",
     )
     group.add_argument(
         "--kv-cache-gib",

@@ -170,6 +170,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             enforce_eager=config.enforce_eager,
             fused_kernels=None if config.fused_kernels else False,
             end_token_ids=tuple(sorted(model.end_token_ids)),
+            kv_cache_dtype=config.kv_cache_dtype,
             block_size=config.block_size,
             num_rows=limits.num_rows,
             max_model_len=model.max_model_len,

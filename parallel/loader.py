@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,6 +67,15 @@ class Checkpoint:
             raise CheckpointError(f"cannot read tensor {name!r} from {path}: {error}") from error
         self._unread.discard(name)
         return tensor
+
+    def read_scalar(self, name: str) -> float:
+        """A tensor of one number, of any dtype and number of dimensions. Raises CheckpointError for any other."""
+        file, path = self._files[name]
+        shape = tuple(file.get_slice(name).get_shape())
+        if math.prod(shape) != 1:
+            raise CheckpointError(f"tensor {name!r} in {path} has shape {shape}, a single number is needed")
+        self._unread.discard(name)
+        return float(file.get_tensor(name))
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Raises CheckpointError when tensors were left unread, other than those whose name ends with an ignorable."""

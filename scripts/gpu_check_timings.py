@@ -56,7 +56,7 @@ def measure(settings: Any) -> dict[str, Any]:
             found["decode"].append({"name": f"{count} rows {way}", "measured": seconds * 1e3, "roofline": roofline})
         found["decode"] += _other_ways(runner, inputs, count, roofline, device)
     head = runner.model.head.matrix.weight.numel()  # a chunk's tokens, but for the last, need no logits
-    parameters = read / runner.cache_shape.dtype.itemsize - head
+    parameters = read / runner.dtype.itemsize - head
     metadata = _chunk(chunk, block, device)
     tokens = torch.arange(chunk, device=device) % arch.vocab_size
     seconds = _time(lambda: runner._forward(tokens, torch.arange(chunk, device=device), metadata), device)

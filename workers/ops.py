@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.backend import Backend
+from attention.cache import Scales
 from attention.native import FORMATS, call, empty, float_bits
 from workers.kernels import Kernels
 from workers.noise import gumbel_noise
@@ -51,8 +52,12 @@ class Ops(Protocol):
         pages: Pages,
         slots: torch.Tensor,
         backend: Backend,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
-        """Rotates queries and keys, where there is an angle, and stores keys and values. Returns the queries."""
+        """Rotates queries and keys, where there is an angle, and stores keys and values. Returns the queries.
+
+        scales: of pages in fp8.
+        """
 
 
 class TorchOps:
@@ -88,10 +93,11 @@ class TorchOps:
         pages: Pages,
         slots: torch.Tensor,
         backend: Backend,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        backend.write(key, value, pages, slots)
+        backend.write(key, value, pages, slots, scales)
         return query
 
 
@@ -146,10 +152,10 @@ class CompiledOps:
         pages: Pages,
         slots: torch.Tensor,
         backend: Backend,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
-        if rotary is None:
-            backend.write(key, value, pages, slots)
-            return query
+        if rotary is None or scales is not None:
+            return TorchOps().store(query, key, value, rotary, pages, slots, backend, scales)
         cos, sin = rotary
         call(
             self.kernels.rotate,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attention.backend import make_backend
-from attention.cache import CacheShape, KVCache
+from attention.cache import CacheShape, KVCache, Scales
 from attention.capabilities import Demand, HeadLayout
 from attention.metadata import AttentionMetadata
 from parallel.group import TensorParallelGroup
@@ -25,6 +25,7 @@ from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs, to_device
 from workers.kernels import compile_all_reduce, find_kernels
+from workers.kv_scales import cache_dtype, read_scales
 from workers.model import Decoder, make_shard
 from workers.ops import Rotary, make_ops
 from workers.products import settle_products
@@ -77,7 +78,8 @@ class ModelRunner:
         self.group = group
         heads = shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank]
         layout = HeadLayout(len(heads.q_heads), len(heads.kv_heads), arch.head_dim)
-        demand = Demand(dtype=dtype, block_size=spec.block_size, window=any(arch.windows))
+        stored = cache_dtype(spec.kv_cache_dtype)
+        demand = Demand(dtype=dtype, cache_dtype=stored, block_size=spec.block_size, window=any(arch.windows))
         self.backend = make_backend(
             spec.attention_backend, layout, arch.head_dim**-0.5, device, demand, spec.attention_calls
         )
@@ -88,7 +90,9 @@ class ModelRunner:
         self._compile_all_reduce()
         self.model = Decoder(arch, make_shard(arch, group, dtype, device, self.ops), spec.max_model_len)
         block_size = spec.block_size or self.backend.capabilities.preferred_block
-        self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
+        self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, stored or dtype)
+        self.dtype = dtype
+        self.scales = [Scales()] * arch.num_layers if stored else None  # of the KV cache
         self.sampler = Sampler(arch.vocab_size, group, device, self.kernels, self.ops.noise)
         guides = GuideMaker(lambda: resolve_model(spec.model), arch.vocab_size, spec.end_token_ids)
         self.adjustments = Adjustments(self.sampler.own_range, arch.vocab_size, device, guides)
@@ -123,6 +127,7 @@ class ModelRunner:
     def load(self, folder: Path, on_share: Callable[[float], None] | None = None) -> int:
         """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
+            self.scales = read_scales(checkpoint, self.cache_shape.num_layers, wanted=self.scales is not None)
             self.model.load(checkpoint, on_share)
             weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
             if self.kernels:
@@ -132,7 +137,7 @@ class ModelRunner:
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache and captures the steps that are replayed. Returns the cache's size in bytes."""
         spare = 1 if self.graph_maker else 0  # a block that no request gets, for the padding of captured steps
-        self.cache = KVCache(self.cache_shape, num_blocks + spare, self.device)
+        self.cache = KVCache(self.cache_shape, num_blocks + spare, self.device, self.scales)
         self._prepare_replays(num_blocks)
         return (num_blocks + spare) * self.cache_shape.bytes_per_block
 
@@ -157,8 +162,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self, maker: GraphMaker, spare_block: int) -> None:
-        dtype = self.cache_shape.dtype
-        self.graphs = StepGraphs(self._forward, maker, self.graph_sizes, spare_block, dtype, self.device)
+        self.graphs = StepGraphs(self._forward, maker, self.graph_sizes, spare_block, self.dtype, self.device)
         self.graphs.capture()
 
     @torch.inference_mode()
@@ -192,9 +196,9 @@ class ModelRunner:
             rotary: Rotary | None,
             window: int | None,
         ) -> torch.Tensor:
-            pages = self.cache.layers[layer]
-            query = self.ops.store(query, key, value, rotary, pages, metadata.slot_mapping, self.backend)
-            return self.backend.attend(query, pages, metadata, window)
+            pages, scales = self.cache.layers[layer], self.cache.scales[layer]
+            query = self.ops.store(query, key, value, rotary, pages, metadata.slot_mapping, self.backend, scales)
+            return self.backend.attend(query, pages, metadata, window, scales)
 
         return self.model(token_ids, positions, attend)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class WorkerSpec:
     model: what the user named; each node resolves it to a folder of its own.
     device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
     fused_kernels: compute with workers.triton_ops; None: on CUDA, where Triton is installed.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; auto for `dtype`.
     block_size: tokens per KV block, or None for what the attention backend likes best.
     kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
@@ -44,6 +46,7 @@ class WorkerSpec:
     generation: int = 0
     enforce_eager: bool = False
     fused_kernels: bool | None = None
+    kv_cache_dtype: str = "auto"
     end_token_ids: tuple[int, ...] = ()
 
 

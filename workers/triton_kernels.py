@@ -123,19 +123,13 @@ def _rotate_and_store(
     column = tl.arange(0, block)
     inside = column < half
     if head < q_heads:
-        source, target = q + token * q_token + head * q_head, q_out + (token * q_heads + head) * 2 * half
+        source = q + token * q_token + head * q_head
     elif head < q_heads + kv_heads:
-        at = head - q_heads
-        source = k + token * k_token + at * k_head
-        target = key_pages + (tl.load(slots + token) * kv_heads + at) * 2 * half
+        source = k + token * k_token + (head - q_heads) * k_head
     else:
-        at = head - q_heads - kv_heads
-        source = v + token * v_token + at * v_head
-        target = value_pages + (tl.load(slots + token) * kv_heads + at) * 2 * half
-    left, right = (
-        tl.load(source + column, mask=inside, other=0.0),
-        tl.load(source + half + column, mask=inside, other=0.0),
-    )
+        source = v + token * v_token + (head - q_heads - kv_heads) * v_head
+    left = tl.load(source + column, mask=inside, other=0.0)
+    right = tl.load(source + half + column, mask=inside, other=0.0)
     if head < q_heads + kv_heads:
         first, second = left.to(tl.float32), right.to(tl.float32)
         # Both halves of an angle row are equal.
@@ -144,6 +138,12 @@ def _rotate_and_store(
         turned = _rounded(first * c, left) - _rounded(second * s, left)
         right = (_rounded(second * c, left) + _rounded(first * s, left)).to(left.dtype)
         left = turned.to(left.dtype)
+    if head < q_heads:
+        target = q_out + (token * q_heads + head) * 2 * half
+    elif head < q_heads + kv_heads:
+        target = key_pages + (tl.load(slots + token) * kv_heads + head - q_heads) * 2 * half
+    else:
+        target = value_pages + (tl.load(slots + token) * kv_heads + head - q_heads - kv_heads) * 2 * half
     tl.store(target + column, left, mask=inside)
     tl.store(target + half + column, right, mask=inside)
 

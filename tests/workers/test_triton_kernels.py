@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is installed with the test extra")
 
 from attention.backend import HeadLayout
+from attention.cache import Scales
 from attention.reference import ReferenceBackend
 from scripts.gpu_check_parts import TINY, RandomWeights, generate, make_runner
 from workers import triton_kernels as kernels
@@ -55,25 +62,30 @@ def test_rms_norm_of_heads_that_lie_apart() -> None:
     assert_close(FUSED.norm(x, weight, 1e-6), PLAIN.norm(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("scales", [None, Scales(0.5, 0.01)])
 @pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 8), (4, 1, 48), (1, 1, 2)])
 def test_rotation_of_strided_queries_and_keys_with_the_cache_write(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rotates: bool
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rotates: bool, scales: Scales | None
 ) -> None:
     """Keys and values land in their slots, and what lies beside them stays."""
     widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in randn(5, sum(widths), dtype=dtype).split(widths, dim=-1))
+    fused = 2 * randn(5, sum(widths), dtype=dtype)
+    fused[2, -1] = float("nan")
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in fused.split(widths, dim=-1))
     angles = randn(5, 2, 1, head_dim // 2, seed=3).repeat(1, 1, 1, 2)
-    rotary = angles.cos().to(dtype).unbind(1) if rotates else None
+    rotary = (angles[:, 0].cos().to(dtype), angles[:, 0].sin().to(dtype)) if rotates else None
     slots, backend = torch.tensor([11, 0, 7, 2, 8]), ReferenceBackend(HeadLayout(heads, kv_heads, head_dim), 1.0)
-    results = []
+    results, stored = [], torch.float8_e4m3fn if scales else dtype
     for ops in (FUSED, PLAIN):
-        pages = tuple(torch.full((3, 4, kv_heads, head_dim), float("nan"), dtype=dtype) for _ in range(2))
-        results.append((ops.store(q, k, v, rotary, pages, slots, backend), *pages))
+        pages = tuple(torch.full((3, 4, kv_heads, head_dim), float("nan")).to(stored) for _ in range(2))
+        results.append((ops.store(q, k, v, rotary, pages, slots, backend, scales), *pages))
     for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        found, expected = found.float(), expected.float()
         assert torch.equal(found.isnan(), expected.isnan())
-        assert_close(found.nan_to_num(), expected.nan_to_num())
+        assert_close(found.nan_to_num().to(dtype), expected.nan_to_num().to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,3 +132,21 @@ def test_a_model_of_fused_kernels_gives_the_tokens_of_one_without() -> None:
         runner.make_cache(24)
         found.append(generate(runner, (5, 30, 1), max_tokens=4))
     assert found[0] == found[1]
+
+
+def test_every_kernel_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
+    """The interpreter runs Python; what only the compiler refuses shows here."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    program = [sys.executable, "-m", "tests.workers.compile_kernels"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout.splitlines()[-1])
+    launched = re.findall(r"^\s+(_\w+)\[", Path(kernels.__file__).read_text(), re.MULTILINE)
+    assert {name for name, *_ in made} == set(launched)
+    assert all(size > 1000 for _, _, size, _ in made)
+    # Signed or wider arithmetic would make another hash.
+    for ptx in (ptx for name, _, _, ptx in made if name == "_gumbel"):
+        assert "cvt.rn.f64.u32" in ptx
+        assert "mul.lo.s32" in ptx
+        assert not re.search(r"shr\.(s|u64)|mul.*2073254261.*64", ptx)
