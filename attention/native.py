@@ -49,7 +49,9 @@ def load_library(*sources: Path) -> ctypes.CDLL:
     if os.environ.get(SWITCH, "on").lower() in ("off", "0", "no", "false"):
         raise NativeError(f"{SWITCH}={os.environ[SWITCH]}")
     compiler, runtime = _find_compiler(), _openmp_runtime()
-    headers = sorted(Path(__file__).parent.glob("*.h"))
+    headers = sorted(
+        header for folder in {Path(__file__).parent, *(s.parent for s in sources)} for header in folder.glob("*.h")
+    )
     path = _cache_folder() / f"kernels-{_fingerprint([*sources, *headers], compiler, runtime)}.so"
     if not _is_sound(path):
         _build(sources, compiler, runtime, path)

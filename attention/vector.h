@@ -184,43 +184,50 @@ static inline floats exponential(floats x) {
     return (floats)((words)(p * (floats)power) & (words)kept);
 }
 
-// One step in depth of a block product: a scalar of the left times a vector of the right.
+// What a vector of the right is to one step in depth of a block product, and the step: a scalar of the left times that.
 template <class B>
-static inline floats step(floats sum, float a, const B* b) {
-    return sum + a * load(b);
+static inline floats take(const B* b) {
+    return load(b);
 }
+template <class B>
+static inline void look_ahead(const B*) {}  // the processor does by itself
+static inline floats step(floats sum, float a, floats b) { return sum + a * b; }
 #if defined(BF16_PAIRS)
-static inline floats step(floats sum, uint32_t a, const uint32_t* b) {
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
+static inline __m512i take(const uint32_t* b) { return _mm512_loadu_si512(b); }
+static inline floats step(floats sum, uint32_t a, __m512i b) {
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
 }
 #endif
 
-// c [R, COLUMNS] (+)= a [R, depth] times b [depth, COLUMNS]. The sums run over depth in order, whatever R is, so that
+// c [R, PANELS * COLUMNS] (+)= a [R, depth] times b [depth, PANELS * COLUMNS]. The sums run over depth in order, whatever R is, so that
 // a row's result does not depend on how many rows are computed with it.
-template <int R, class A, class B>
+template <int PANELS, int R, class A, class B>
 static inline void product_block(
-    const A* a, int64_t lda, const B* b, int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add) {
-    constexpr int V = COLUMNS / LANES;
+    const A* a, int64_t lda, B b, int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add) {
+    constexpr int V = PANELS * COLUMNS / LANES;
     floats sums[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sums[r][v] = add ? load(c + r * ldc + v * LANES) : floats{};
-    for (int64_t k = 0; k < depth; k++, b += ldb)
+    for (int64_t k = 0; k < depth; k++, b += ldb) {
+        look_ahead(b);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sums[r][v] = step(sums[r][v], a[r * lda + k], b + v * LANES);
+            for (int v = 0; v < V; v++) sums[r][v] = step(sums[r][v], a[r * lda + k], take(b + v * LANES));
+    }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) store(c + r * ldc + v * LANES, sums[r][v]);
 }
 
-template <class A, class B>
+// b: a pointer, or what walks over columns and steps of depth like one.
+template <int PANELS = 1, class A, class B>
 static void product(
-    const A* a, int64_t lda, const B* b, int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add, int64_t rows) {
+    const A* a, int64_t lda, B b, int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add, int64_t rows) {
     auto rest = [&](auto count) {
         constexpr int R = decltype(count)::value;
-        if constexpr (R <= ROWS)
+        if constexpr (R * PANELS <= ROWS)
             for (; rows >= R; rows -= R, a += R * lda, c += R * ldc)
-                product_block<R>(a, lda, b, ldb, depth, c, ldc, add);
+                product_block<PANELS, R>(a, lda, b, ldb, depth, c, ldc, add);
     };
     rest(std::integral_constant<int, 12>());
     rest(std::integral_constant<int, 8>());

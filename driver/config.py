@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.limits import POLICIES, Limits
-from workers.spec import DTYPES, KV_CACHE_DTYPES
+from workers.spec import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 
 EXECUTORS = ("auto", "inline", "ray")
 DEVICES = ("auto", "cpu", "cuda")
@@ -28,6 +28,7 @@ class EngineConfig:
     executor: `inline` runs the one rank in this process, `ray` one actor per rank; `auto` takes inline for one rank.
     device: `cpu`, `cuda`, or `auto` for CUDA where there is a GPU.
     dtype: `float32`, `bfloat16`, `float16`, or `auto` for the model's own.
+    quantization: `int8` or `int4` (CPU), or `fp8` (CUDA): what linears become when they are read; None leaves them.
     max_num_batched_tokens: token budget of a step; None means 2048 on CUDA and 512 on CPU.
     target_tbt_ms: time between tokens to hold, in milliseconds; the budget of each step is then solved from a step-time
         model, and max_num_batched_tokens only bounds it (None: 8192 on CUDA and 2048 on CPU).
@@ -65,6 +66,7 @@ class EngineConfig:
     executor: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     max_num_batched_tokens: int | None = None
     target_tbt_ms: float | None = None
     max_num_seqs: int = 256
@@ -99,11 +101,12 @@ class EngineConfig:
             ("device", DEVICES),
             ("dtype", ("auto", *DTYPES)),
             ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("quantization", (None, *QUANTIZATIONS)),
             ("policy", POLICIES),
             ("attention_calls", ATTENTION_CALLS),
         ):
             if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
         for name, low, high in (
             ("tensor_parallel_size", 1, 1024),
             ("max_num_batched_tokens", 1, 1 << 20),

@@ -24,7 +24,7 @@ import zmq
 
 from driver import wire
 from driver.engine import Update
-from driver.wire import Ask, ServiceUnavailable
+from driver.wire import Ask, RequestFailed, ServiceUnavailable
 from parallel.channel import ChannelAddress, connect
 from parallel.wake import WakePipe
 from scheduler.params import InvalidRequest
@@ -32,6 +32,7 @@ from scheduler.params import InvalidRequest
 logger = logging.getLogger("quadriga.link")
 
 MAX_OUTSTANDING = 256
+MOST_LOSSES = 5  # of drivers that had a request and gave no token for it
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 2.0
 
 
@@ -40,6 +41,7 @@ class Call:
     """A request of this handle. sink: gets its updates from the link's thread.
 
     wait: ask again when the service is overloaded, rather than fail with Overloaded. aborted: not to be asked again.
+    losses: drivers that ended while they had it, since its last token.
     """
 
     number: int
@@ -48,8 +50,10 @@ class Call:
     wait: bool = True
     prompt_token_ids: list[int] = field(default_factory=list)
     aborted: bool = False
+    losses: int = 0
 
     def take(self, update: Update) -> None:
+        self.losses = 0 if update.token_ids else self.losses
         self.ask.produced.extend(update.token_ids)
         params = self.ask.params
         if update.prompt_logprobs is not None:
@@ -231,11 +235,17 @@ class Link:
         self.reconnections += 1
         self._welcomed = True
         started_at = about.get("started_at")
-        self.restarts += self._started_at not in (None, started_at)
+        restarted = self._started_at not in (None, started_at)
+        self.restarts += restarted
         self._started_at = started_at
         active, self._active = self._active, {}
         for call in active.values():
-            self._queue(call)
+            call.losses += restarted
+            if call.losses < MOST_LOSSES:
+                self._queue(call)
+            else:  # it may be what ends them, so that others fare better without it
+                message = f"{call.losses} drivers in a row have ended while they had this request; it is given up"
+                call.fail(RequestFailed(message))
         for number, (what, _) in self._queries.items():
             self._send("query", number, what)
 

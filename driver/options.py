@@ -6,7 +6,7 @@ import argparse
 
 from driver.config import ATTENTION_CALLS, DEVICES, EXECUTORS, MAX_ASYNC_DEPTH, EngineConfig
 from scheduler.limits import POLICIES
-from workers.spec import DTYPES, KV_CACHE_DTYPES
+from workers.spec import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 
 
 def add_engine_options(
@@ -24,6 +24,11 @@ def add_engine_options(
     group.add_argument("--executor", choices=EXECUTORS, default="auto", help=executor_help)
     group.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU")
     group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the model's own")
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="make linears int8, int4 in groups of 32 with the head in int8 (both cpu), or fp8 (cuda)",
+    )
     add_scheduling_options(group)
     group.add_argument(
         "--prefix-caching",

@@ -26,7 +26,7 @@ from scheduler.step_time import StepTimeModel
 from workers.architecture import Architecture, read_architecture
 from workers.faults import VARIABLE, read_faults
 from workers.source import resolve_model
-from workers.spec import DTYPES, WorkerReady, WorkerSpec
+from workers.spec import DTYPES, QUANTIZATIONS, WorkerReady, WorkerSpec
 
 logger = logging.getLogger("quadriga.start")
 
@@ -84,6 +84,10 @@ def read_model(config: EngineConfig) -> Model:
             f"max_model_len {config.max_model_len} is beyond the {arch.max_position_embeddings} positions "
             f"that {config.model} was made for"
         )
+    if config.quantization and arch.stored_as:
+        raise ConfigError(
+            f"quantization {config.quantization} needs plain weights, {config.model} has {arch.stored_as}"
+        )
     dtype = arch.dtype if config.dtype == "auto" else config.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"the model's dtype {dtype!r} is not one of {', '.join(DTYPES)}; choose one with dtype")
@@ -99,6 +103,14 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
     with phases.phase("cluster" if config.uses_ray else "torch"):
         executor = make_executor(config)
     try:
+        if config.quantization and executor.device != QUANTIZATIONS[config.quantization]:
+            fitting = [name for name, device in QUANTIZATIONS.items() if device == executor.device]
+            raise ConfigError(
+                f"quantization {config.quantization} has no kernels on {executor.device}; "
+                f"leave it out, or take {' or '.join(fitting)}"
+            )
+        if config.quantization == "fp8" and model.dtype != "bfloat16":
+            raise ConfigError(f"quantization fp8 computes in bfloat16, not in {model.dtype}; choose dtype bfloat16")
         limits = config.limits(executor.device, model.max_model_len)
         with phases.phase("weights and cache"):
             ready = executor.start(worker_specs(config, model, limits, executor), phases.on_share)
@@ -169,6 +181,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             attention_calls=config.attention_calls,
             enforce_eager=config.enforce_eager,
             fused_kernels=None if config.fused_kernels else False,
+            quantization=config.quantization,
             end_token_ids=tuple(sorted(model.end_token_ids)),
             kv_cache_dtype=config.kv_cache_dtype,
             block_size=config.block_size,

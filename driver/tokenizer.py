@@ -65,7 +65,7 @@ class Tokenizer:
         return frozenset() if token_id is None else frozenset({token_id})
 
     def encode(self, text: str, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
-        """Raises InvalidRequest for a string that is not text: one with half of a surrogate pair.
+        """Raises InvalidRequest for a string that is not text, with half of a surrogate pair, or has no tokens here.
 
         most_tokens: a text that must be longer than that is refused before the work is done.
         """
@@ -76,7 +76,10 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the text cannot be encoded: {error}") from error
         # A batch of one lets other threads go on meanwhile; `encode` does not.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except Exception as error:  # of whatever kind the library's are
+            raise InvalidRequest(f"this model's tokenizer cannot encode the text: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
@@ -145,7 +148,8 @@ class Tokenizer:
 
     def _special(self, name: str) -> str | None:
         value = self._settings.get(name)
-        return value.get("content") if isinstance(value, dict) else value
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else None
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -179,19 +183,26 @@ def _read_settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot read {path}: {error}") from error
-    return settings if isinstance(settings, dict) else {}
+    if not isinstance(settings, dict):
+        raise TokenizerError(f"{path} must hold a JSON object, it holds a {type(settings).__name__}")
+    return settings
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TokenizerError(f"cannot read {path}: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default") or next(iter(named.values()), None)
+    if not isinstance(template, str | None):
+        raise TokenizerError(f"{folder}: the chat template must be text, it is {template!r:.100}")
     return template
 
 

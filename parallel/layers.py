@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel.group import TensorParallelGroup
-from parallel.loader import Checkpoint
+from parallel.loader import Checkpoint, CheckpointError
+from parallel.quantization import Float8, NotFinite, Quantization
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -24,8 +27,8 @@ def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Paramete
 class Products(Protocol):
     """What multiplies with a weight, and the layout that it wants the weight in."""
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [outputs, inputs] in that layout."""
+    def pack(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight in that layout, and its scales where it has some."""
 
     def multiply(
         self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
@@ -37,10 +40,10 @@ class Products(Protocol):
 
 
 class TorchProducts:
-    """Plain torch, on the weight as it was read."""
+    """Plain torch, on the weight as it was read. Of integers, it multiplies with the numbers that they stand for."""
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
+    def pack(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return matrix.plain(), None
 
     def multiply(
         self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
@@ -58,17 +61,86 @@ class Matrix(nn.Module):
     """A weight that is filled once and then only multiplied with.
 
     weight: [outputs, inputs] until other products adopt it, then in their layout.
+    quantization: of weights that are kept as integers or fp8, set before they are read; then weight holds these,
+        `scales` what belongs to them, and `begun` says how many inputs of the first group another rank holds.
     """
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.outputs, self.inputs = outputs, inputs
+        self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
         self.weight = _empty(outputs, inputs, dtype=dtype, device=device)
         self.products: Products = TorchProducts()
+        self.quantization: Quantization | Float8 | None = None
+        self.scales: nn.Parameter | None = None
+        self.begun = 0
+        self._stored = False  # whether the checkpoint holds it as integers
+
+    def quantize(self, quantization: Quantization | Float8) -> None:
+        """What is read from now on becomes integers, or fp8."""
+        self.quantization = quantization
+        self.weight = _empty(self.outputs, self.inputs, dtype=quantization.dtype, device=self.weight.device)
+
+    def read(
+        self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range, start: int = 0
+    ) -> None:
+        """Fills the rows from `start` on with a part of the tensor of that name and shape. Raises CheckpointError."""
+        rows = slice(start, start + len(outputs))
+        if f"{name}_scale" in checkpoint or self._stored:
+            self._read_stored(checkpoint, name, shape, outputs, inputs, start)
+            return
+        if self.quantization is None:
+            weight = checkpoint.read(name, shape, {0: outputs, 1: inputs})
+            if weight.dtype not in _PLAIN:
+                raise CheckpointError(
+                    f"tensor {name!r} in {checkpoint.folder} is {weight.dtype} without scales; "
+                    "use the unquantised checkpoint"
+                )
+            self.weight[rows].copy_(weight)
+            return
+        deciding = self.quantization.deciding(inputs, shape[1])
+        try:
+            codes, scales = self.quantization.quantize(checkpoint.read(name, shape, {0: outputs, 1: deciding}))
+        except NotFinite as error:
+            raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} {error}; it cannot be quantised") from error
+        if self.scales is None:
+            self.scales = _empty(self.outputs, *scales.shape[1:], dtype=scales.dtype, device=self.weight.device)
+        self.begun = inputs.start - deciding.start if self.quantization.group else 0
+        first = inputs.start - deciding.start
+        self.weight[rows].copy_(codes[:, first : first + self.inputs])
+        self.scales[rows].copy_(scales)
+
+    def _read_stored(
+        self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range, start: int
+    ) -> None:
+        """The same for a tensor that the checkpoint holds as int8, with its scales beside it."""
+        if (start and not self._stored) or f"{name}_scale" not in checkpoint:
+            raise CheckpointError(
+                f"tensor {name!r} in {checkpoint.folder} and those that are computed in one with it are not all "
+                "quantised; use the unquantised checkpoint"
+            )
+        if not start:
+            self._stored = True
+            self.quantize(Quantization(8))
+            self.scales = _empty(self.outputs, dtype=torch.float32, device=self.weight.device)
+        codes = checkpoint.read(name, shape, {0: outputs, 1: inputs})
+        if codes.dtype != torch.int8:
+            raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} has scales, but is {codes.dtype}, not int8")
+        rows = slice(start, start + len(outputs))
+        self.weight[rows].copy_(codes)
+        self.scales[rows].copy_(checkpoint.read(f"{name}_scale", (shape[0], 1), {0: outputs})[:, 0])
+
+    def plain(self) -> torch.Tensor:
+        """The weight as numbers [outputs, inputs], of a matrix that no other products have adopted."""
+        if self.quantization is None:
+            return self.weight
+        return self.quantization.dequantize(self.weight, self.scales, self.begun).to(self.dtype)
 
     def adopt(self, products: Products) -> None:
         """Hands the weight over; there is never more than one copy of it once this returns."""
-        self.weight = nn.Parameter(products.pack(self.weight), requires_grad=False)
+        weight, scales = products.pack(self)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = None if scales is None else nn.Parameter(scales, requires_grad=False)
+        self.quantization = None if scales is None else self.quantization
         self.products = products
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False) -> torch.Tensor:
@@ -103,8 +175,8 @@ class ColumnParallelLinear(nn.Module):
         start = 0
         for name, size, outputs in self.parts:
             stop = start + len(outputs)
-            weight = checkpoint.read(f"{name}.weight", (size, self.in_features), {0: outputs})
-            self.matrix.weight[start:stop].copy_(weight)
+            shape = (size, self.in_features)
+            self.matrix.read(checkpoint, f"{name}.weight", shape, outputs, range(self.in_features), start)
             if self.bias is not None:
                 self.bias[start:stop].copy_(checkpoint.read(f"{name}.bias", (size,), {0: outputs}))
             start = stop
@@ -135,7 +207,7 @@ class RowParallelLinear(nn.Module):
 
     def load(self, checkpoint: Checkpoint) -> None:
         shape = (self.out_features, self.in_features)
-        self.matrix.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {1: self.inputs}))
+        self.matrix.read(checkpoint, f"{self.name}.weight", shape, range(self.out_features), self.inputs)
         if self.bias is not None:
             self.bias.copy_(checkpoint.read(f"{self.name}.bias", (self.out_features,)))
 
@@ -164,7 +236,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def load(self, checkpoint: Checkpoint) -> None:
         shape = (self.vocab_size, self.hidden_size)
-        self.matrix.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
+        self.matrix.read(checkpoint, f"{self.name}.weight", shape, self.ids, range(self.hidden_size))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(self.matrix.lookup(token_ids, self.ids.start))
@@ -194,7 +266,7 @@ class ParallelHead(nn.Module):
     def load(self, checkpoint: Checkpoint) -> None:
         if not self.tied:
             shape = (self.vocab_size, self.hidden_size)
-            self.matrix.weight.copy_(checkpoint.read(f"{self.name}.weight", shape, {0: self.ids}))
+            self.matrix.read(checkpoint, f"{self.name}.weight", shape, self.ids, range(self.hidden_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.matrix(hidden, wide=True)

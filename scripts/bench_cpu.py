@@ -22,6 +22,8 @@ from collections.abc import Callable
 import torch
 
 from quadriga import LLM, SamplingParams
+from workers.architecture import Architecture
+from workers.spec import QUANTIZATIONS
 
 
 def main() -> None:
@@ -29,6 +31,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, help="token budget of a step")
     parser.add_argument("--repeats", type=int, default=3)
@@ -41,15 +44,17 @@ def main() -> None:
         args.model,
         tensor_parallel_size=args.tp,
         dtype=args.dtype,
+        quantization=args.quantization,
         attention_backend=args.attention_backend,
         max_num_batched_tokens=args.max_num_batched_tokens,
     ) as llm:
         bench = Bench(llm, args.repeats)
         weight_bytes = sum(worker.weight_bytes for worker in llm.workers)
-        parameters = weight_bytes / getattr(torch, args.dtype).itemsize
+        parameters = count_parameters(llm.model.arch)
         stream, prefill = bench.stream(), bench.prefill(512)
         result = {
             "tp": args.tp,
+            "quantization": args.quantization,
             "memory_gb_per_s": round(gigabytes, 1),
             "matrix_tflop_per_s": round(teraflops, 3),
             "stream_tokens_per_s": round(stream, 1),
@@ -93,6 +98,13 @@ class Bench:
     def generate(self, lengths: list[int], tokens: int) -> Callable[[], object]:
         prompts = [self.prompt(length) for length in lengths]
         return lambda: self.llm.generate(prompts, params(tokens))
+
+
+def count_parameters(arch: Architecture) -> int:
+    """Of the matrices, each table of tokens among them."""
+    layer = arch.hidden_size * (2 * arch.head_dim * (arch.num_q_heads + arch.num_kv_heads) + 3 * arch.intermediate_size)
+    tables = 1 if arch.tie_word_embeddings else 2
+    return arch.num_layers * layer + tables * arch.vocab_size * arch.hidden_size
 
 
 def params(tokens: int) -> SamplingParams:

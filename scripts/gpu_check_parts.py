@@ -55,6 +55,9 @@ def build_backend(name: str, layout: Any, scale: float, demand: Demand, calls: s
 class RandomWeights:
     """In place of a checkpoint: every tensor from its name alone, so that ranks and devices get the same model."""
 
+    def __contains__(self, name: str) -> bool:
+        return not name.endswith("_scale")  # nothing is quantised
+
     def read(self, name: str, shape: tuple[int, ...], cut: dict[int, range] | None = None) -> torch.Tensor:
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         if "norm" in name:

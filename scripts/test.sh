@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format check and the whole test suite. Arguments go to pytest:
+# Lint, format check and the whole test suite, in two processes. Arguments go to pytest, in one then:
 #   bash scripts/test.sh tests/scheduler
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -8,4 +8,5 @@ prepare_environment gguf,plots,test
 cd "$root"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile
 exec "$venv/bin/python" -m pytest "$@"

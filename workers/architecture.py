@@ -63,6 +63,7 @@ class Architecture:
     windows: per layer the sliding window in tokens, or None for full attention.
     rotary_layers: per layer whether rotary embedding is applied (SmolLM3 leaves some layers without).
     eos_token_ids: end tokens from config.json and generation_config.json together.
+    stored_as: what the checkpoint's linears are quantised to, `int8` or None.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Architecture:
     rotary_layers: tuple[bool, ...]
     dtype: str
     eos_token_ids: frozenset[int]
+    stored_as: str | None = None
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -101,8 +103,6 @@ def read_architecture(folder: Path) -> Architecture:
             f"{folder} is a {', '.join(map(str, names)) or 'model of no stated architecture'}; "
             f"covered are {', '.join(ARCHITECTURES)}"
         )
-    if config.get("quantization_config"):
-        raise UnsupportedModel(f"{folder} is quantised, which is not supported; use the unquantised checkpoint")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {config['hidden_act']!r} is not supported; covered is 'silu'")
     generation = folder / "generation_config.json"
@@ -148,7 +148,35 @@ def _build(name: str, config: dict[str, Any], generation: dict[str, Any]) -> Arc
         rotary_layers=rotary_layers,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
+        stored_as=_stored_as(config.get("quantization_config")),
     )
+
+
+def _stored_as(quantization: Any) -> str | None:
+    """`int8` for checkpoints of compressed-tensors with a scale for each output; no other quantised ones are read."""
+    if not quantization:
+        return None
+    if not isinstance(quantization, dict):
+        raise UnsupportedModel(f"quantization_config must be an object, got {quantization!r}")
+    method = quantization.get("quant_method")
+    refusal = UnsupportedModel(
+        f"the checkpoint is quantised by {method or 'a method that it does not name'}"
+        + (f" in the format {quantization['format']!r}" if "format" in quantization else "")
+        + ", which is not supported (compressed-tensors with int8 weights, one scale for each output, is); "
+        "use the unquantised checkpoint, on CPU with quantization int8 or int4"
+    )
+    if method != "compressed-tensors" or quantization.get("format") != "int-quantized":
+        raise refusal
+    if (quantization.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise refusal
+    if quantization.get("transform_config") or quantization.get("kv_cache_scheme"):
+        raise refusal
+    for group in quantization["config_groups"].values():
+        weights, activations = group["weights"], group.get("input_activations") or {"dynamic": True}
+        kind = (weights["num_bits"], weights["type"], weights["symmetric"], weights["strategy"])
+        if kind != (8, "int", True, "channel") or activations.get("dynamic") is not True:
+            raise refusal
+    return "int8"
 
 
 def _windows(name: str, config: dict[str, Any], rotary_layers: tuple[bool, ...]) -> tuple[int | None, ...]:

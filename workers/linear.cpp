@@ -1,154 +1,254 @@
-// Linear layers over packed weights.
+// Linear layers over packed weights, in the layouts of weights.h.
 //
-// A weight [outputs, depth] lies in panels of COLUMNS outputs, so that both one row and many rows read it from front to
-// back; a single copy serves every number of rows, and embedding lookups too:
-//
-//     [panel][depth][COLUMNS]             or, where the machine multiplies pairs of bf16,
-//     [panel][depth / 2][COLUMNS][2]
-//
-// What pads outputs and depth is zero. Every sum runs over depth in order, so that a row's result does not depend on
-// the rows beside it.
-#include "../attention/vector.h"
+// What pads outputs and depth counts as zero. Every sum runs over depth in order, so that a row's result does not depend
+// on the rows beside it.
+#include "weights.h"
 
 constexpr int64_t BLOCK_ROWS = 96, BLOCK_DEPTH = 1024;  // keep the sums in the first, the panel in the second cache
+constexpr int64_t PAIR_ROWS = 2;  // of so few rows two panels are computed together, since sums wait for one another
+constexpr int64_t TILE_DEPTH = 128;                     // so many steps of integers are made numbers of at once for many rows
 
-#if defined(BF16_PAIRS)
-template <class T>
-constexpr bool PAIRS = std::is_same_v<T, bf16>;
-#else
-template <class T>
-constexpr bool PAIRS = false;
-#endif
+// Of a weight. scales: none for plain numbers, [panels * COLUMNS] fp32 for int8, for int4 [panels, groups, 2, COLUMNS] bf16:
+// scales and offsets.
+struct Weight {
+    int64_t bits, packed, outputs, depth, scales, group, begun;
 
-// Numbers of T in one step of depth.
-template <class T>
-constexpr int64_t UNIT = PAIRS<T> ? 2 : 1;
+    Groups groups() const { return {group, begun}; }
+    int64_t panels() const { return (outputs + COLUMNS - 1) / COLUMNS; }
 
-template <class T>
-static int64_t packed_depth(int64_t depth) {
-    return (depth + UNIT<T> - 1) / UNIT<T> * UNIT<T>;
-}
-
-template <class T>
-static T* place(T* packed, int64_t output, int64_t column, int64_t depth) {
-    const int64_t panel = output / COLUMNS * packed_depth<T>(depth) * COLUMNS;
-    return packed + panel + (column / UNIT<T> * COLUMNS + output % COLUMNS) * UNIT<T> + column % UNIT<T>;
-}
-
-struct Pack {
-    int64_t format, threads, weight, outputs, depth, packed;
+    // A group begins with a step of its own: where it would not, a number is put before the first.
+    template <class T>
+    int64_t lead() const {
+        return bits == 4 ? begun % UNIT<T> : 0;
+    }
+    template <class T>
+    int64_t steps() const {
+        return (lead<T>() + depth + UNIT<T> - 1) / UNIT<T>;
+    }
+    template <class T, class Layout>
+    char* step(int64_t output, int64_t column) const {
+        return (char*)packed + (output / COLUMNS * steps<T>() + (lead<T>() + column) / UNIT<T>) * Layout::BYTES;
+    }
+    template <class T>
+    int64_t index(int64_t output, int64_t column) const {
+        return output % COLUMNS * UNIT<T> + (lead<T>() + column) % UNIT<T>;
+    }
+    const bf16* group_scales(int64_t panel, int64_t number) const {
+        return (const bf16*)scales + (panel * groups().count(depth) + number) * 2 * COLUMNS;
+    }
 };
 
-template <class T>
+struct Pack {
+    int64_t format, threads, numbers;
+    Weight to;
+};
+
+template <class T, class Layout>
 static void pack(const Pack& p, Member* member) {
-    const int64_t panels = (p.outputs + COLUMNS - 1) / COLUMNS, deep = packed_depth<T>(p.depth);
-    parallel_ranges(member, p.threads, panels * COLUMNS, [&](int64_t first, int64_t stop) {
-        for (int64_t output = first; output < stop; output++)
-            for (int64_t column = 0; column < deep; column++) {
-                const bool real = output < p.outputs && column < p.depth;
-                *place((T*)p.packed, output, column, p.depth) =
-                    real ? ((const T*)p.weight)[output * p.depth + column] : T{};
-            }
+    using Number = typename Layout::Number;
+    const Weight& w = p.to;
+    const int64_t panel_bytes = w.steps<T>() * Layout::BYTES;
+    parallel_ranges(member, p.threads, w.panels(), [&](int64_t first, int64_t stop) {
+        memset((char*)w.packed + first * panel_bytes, 0, (stop - first) * panel_bytes);
+        for (int64_t output = first * COLUMNS; output < std::min(stop * COLUMNS, w.outputs); output++)
+            for (int64_t column = 0; column < w.depth; column++)
+                Layout::put(w.step<T, Layout>(output, column), w.index<T>(output, column),
+                            ((const Number*)p.numbers)[output * w.depth + column]);
     });
 }
 
 // Rows of the weight as they were before packing: ids [count] -> out [count, depth].
 struct Lookup {
-    int64_t format, threads, packed, first_id, outputs, depth, ids, count, out;
+    int64_t format, threads, first_id, ids, count, out;
+    Weight from;
 };
 
-template <class T>
+template <class T, class Layout>
 static void lookup(const Lookup& l, Member* member) {
+    const Weight& w = l.from;
+    const auto number = [&](int64_t id, int64_t column) {
+        const float y = Layout::get(w.step<T, Layout>(id, column), w.index<T>(id, column));
+        if constexpr (Layout::GROUPS) {
+            const bf16* scale = w.group_scales(id / COLUMNS, w.groups().of(column)) + id % COLUMNS;
+            return to_float(scale[0]) * y + to_float(scale[COLUMNS]);
+        }
+        return Layout::INTEGERS ? ((const float*)w.scales)[id] * y : y;
+    };
     parallel_ranges(member, l.threads, l.count, [&](int64_t first, int64_t stop) {
         for (int64_t i = first; i < stop; i++) {
             const int64_t id = ((const int64_t*)l.ids)[i] - l.first_id;
-            T* out = (T*)l.out + i * l.depth;
-            for (int64_t column = 0; column < l.depth; column++)
-                out[column] = id < 0 || id >= l.outputs ? T{} : *place((T*)l.packed, id, column, l.depth);
+            T* out = (T*)l.out + i * w.depth;
+            for (int64_t column = 0; column < w.depth; column += LANES) {
+                const int64_t count = std::min<int64_t>(LANES, w.depth - column);
+                float part[LANES] = {};
+                for (int64_t j = 0; j < count && id >= 0 && id < w.outputs; j++) part[j] = number(id, column + j);
+                store(out + column, load(part), count);
+            }
         }
     });
 }
 
 struct Multiply {
-    int64_t format, threads, x, rows, depth, packed, outputs, bias, out, out_is_fp32;
+    int64_t format, threads, x, rows, bias, out, out_is_fp32;
+    Weight weight;
 };
 
-template <class T>
+template <class T, class Layout>
 class Product {
     using Left = std::conditional_t<PAIRS<T>, uint32_t, float>;
-    using Right = std::conditional_t<PAIRS<T>, uint32_t, T>;
 
 public:
     Product(const Multiply& multiply, Member* member)
-        : m(multiply), member(member), steps(packed_depth<T>(m.depth) / UNIT<T>) {}
+        : m(multiply), w(m.weight), member(member), steps(w.steps<T>()), lead(w.lead<T>()) {}
 
     void run() {
         x = prepare();
-        const int64_t panels = (m.outputs + COLUMNS - 1) / COLUMNS, blocks = (m.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        const int64_t panels = w.panels(), blocks = (m.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (m.rows <= ROWS)  // as fast as memory, best read from front to back
             return parallel_ranges(member, m.threads, panels, [&](int64_t first, int64_t stop) {
-                for (int64_t panel = first; panel < stop; panel++) compute(panel, 0);
+                const int64_t pairs = m.rows <= PAIR_ROWS ? (stop - first) / 2 : 0;
+                for (int64_t i = 0; i < pairs; i++) compute<2>(first + i, first + pairs + i, 0);
+                for (int64_t panel = first + 2 * pairs; panel < stop; panel++) compute<1>(panel, panel, 0);
             });
-        parallel_each(member, m.threads, panels * blocks, [&](int64_t i) { compute(i / blocks, i % blocks * BLOCK_ROWS); });
+        parallel_each(member, m.threads, panels * blocks, [&](int64_t i) {
+            compute<1>(i / blocks, i / blocks, i % blocks * BLOCK_ROWS);
+        });
     }
 
 private:
     const Multiply& m;
+    const Weight& w;
     Member* const member;
-    const int64_t steps;
+    const int64_t steps, lead;
     const Left* x;
 
     // The rows as the products take them: as they are, or padded, or widened.
     const Left* prepare() {
-        if (std::is_same_v<T, float> || (PAIRS<T> && m.depth % 2 == 0)) return (const Left*)m.x;
+        if (std::is_same_v<T, float> || (PAIRS<T> && w.depth == steps * 2)) return (const Left*)m.x;
         return (const Left*)shared(member, m.rows * steps * sizeof(Left), [&](char* fresh) {
             for (int64_t row = 0; row < m.rows; row++)
-                copy_row((const T*)m.x + row * m.depth, (Left*)fresh + row * steps);
+                copy_row((const T*)m.x + row * w.depth, (Left*)fresh + row * steps);
         });
     }
 
     void copy_row(const T* from, Left* to) const {
         if constexpr (PAIRS<T>) {
-            to[steps - 1] = 0;
-            memcpy(to, from, m.depth * sizeof(T));
+            if (steps) to[0] = to[steps - 1] = 0;
+            memcpy((T*)to + lead, from, w.depth * sizeof(T));
         } else {
-            for (int64_t i = 0; i < m.depth; i++) to[i] = to_float(from[i]);
+            for (int64_t i = 0; i < w.depth; i++) to[i] = to_float(from[i]);
         }
     }
 
-    void compute(int64_t panel, int64_t first_row) const {
+    // The outputs of one panel or of two, of a block of rows.
+    template <int PANELS>
+    void compute(int64_t panel, int64_t second, int64_t first_row) const {
+        constexpr int64_t WIDTH = PANELS * COLUMNS;
         float sums[BLOCK_ROWS * COLUMNS];
         const int64_t rows = std::min(BLOCK_ROWS, m.rows - first_row);
-        const Right* weight = (const Right*)m.packed + panel * steps * COLUMNS;
-        for (int64_t k = 0; k == 0 || k < steps; k += BLOCK_DEPTH)
-            product(x + first_row * steps + k, steps, weight + k * COLUMNS, COLUMNS, std::min(BLOCK_DEPTH, steps - k),
-                    sums, COLUMNS, k > 0, rows);
+        int64_t k = 0, stop;
+        do {  // once even without depth, for the zeros
+            const Left* left = x + first_row * steps + k;
+            if constexpr (Layout::INTEGERS)
+                if (rows > Layout::FEW) {
+                    alignas(64) Left tile[TILE_DEPTH * COLUMNS];
+                    stop = std::min(steps, k + TILE_DEPTH);
+                    fill(panel, k, stop, tile);
+                    product(left, steps, (const Left*)tile, COLUMNS, stop - k, sums, COLUMNS, k > 0, rows);
+                    k = stop;
+                    continue;
+                }
+            stop = end(k);
+            with_reader<PANELS>(panel, second, k, [&](auto reader) {
+                product<PANELS>(left, steps, reader, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
+            });
+            k = stop;
+        } while (k < steps);
         for (int64_t row = 0; row < rows; row++)
-            for (int64_t v = 0; v < COLUMNS; v += LANES) {
-                const int64_t output = panel * COLUMNS + v, count = m.outputs - output;
-                if (count <= 0) break;
-                floats y = load(sums + row * COLUMNS + v);
+            for (int64_t v = 0; v < WIDTH; v += LANES) {
+                const int64_t output = (v < COLUMNS ? panel : second - 1) * COLUMNS + v, count = w.outputs - output;
+                if (count <= 0) continue;
+                floats y = load(sums + row * WIDTH + v);
+                if (Layout::INTEGERS && !Layout::GROUPS) y *= load((const float*)w.scales + output);
                 if (m.bias) y += load((const T*)m.bias + output, count);
-                const int64_t to = (first_row + row) * m.outputs + output;
+                const int64_t to = (first_row + row) * w.outputs + output;
                 m.out_is_fp32 ? store((float*)m.out + to, y, count) : store((T*)m.out + to, y, count);
             }
     }
+
+    // Where what is read in one go ends that begins with step k.
+    int64_t end(int64_t k) const {
+        if constexpr (Layout::GROUPS) return std::min(steps, ((number(k) + 1) * w.group - w.begun + lead) / UNIT<T>);
+        return Layout::INTEGERS ? steps : std::min(steps, k + BLOCK_DEPTH);
+    }
+
+    int64_t number(int64_t k) const { return w.groups().of(k * UNIT<T> - lead); }
+
+    template <int PANELS, class Body>
+    void with_reader(int64_t panel, int64_t second, int64_t k, Body&& body) const {
+        if constexpr (PANELS == 1)
+            read(panel, k, body);
+        else
+            read(panel, k, [&](auto left) {
+                read(second, k, [&](auto right) { body(SideBySide<decltype(left)>{left, right}); });
+            });
+    }
+
+    template <class Body>
+    void read(int64_t panel, int64_t k, Body&& body) const {
+        const char* step = (const char*)w.packed + (panel * steps + k) * Layout::BYTES;
+        if constexpr (Layout::GROUPS) {
+            const Scales<UNIT<T>> scales(w.group_scales(panel, steps ? number(k) : 0));
+            body(Layout::reader(step, scales));
+        } else {
+            body(Layout::reader(step));
+        }
+    }
+
+    // The panel's steps from k to stop as numbers.
+    void fill(int64_t panel, int64_t k, int64_t stop, Left* tile) const {
+        for (int64_t next; k < stop; k = next) {
+            next = std::min(stop, end(k));
+            read(panel, k, [&](auto reader) {
+                for (int64_t i = k; i < next; i++, reader += Layout::STRIDE) {
+                    look_ahead(reader);
+                    for (int64_t v = 0; v < COLUMNS; v += LANES, tile += LANES) {
+                        const auto numbers = take(reader + v);
+                        memcpy(tile, &numbers, sizeof numbers);
+                    }
+                }
+            });
+        }
+    }
 };
+
+template <class Body>
+static void with_format_and_layout(int64_t format, int64_t bits, Body&& body) {
+    with_format(format, [&](auto number) {
+        with_layout<decltype(number)>(bits, [&](auto layout) { body(number, layout); });
+    });
+}
 
 EXPORT int64_t quadriga_pack(const int64_t* arguments, Member* member) {
     const Pack& p = *(const Pack*)arguments;
-    with_format(p.format, [&](auto number) { pack<decltype(number)>(p, member); });
+    with_format_and_layout(p.format, p.to.bits, [&](auto number, auto layout) {
+        pack<decltype(number), decltype(layout)>(p, member);
+    });
     return 0;
 }
 
 EXPORT int64_t quadriga_lookup(const int64_t* arguments, Member* member) {
     const Lookup& l = *(const Lookup*)arguments;
-    with_format(l.format, [&](auto number) { lookup<decltype(number)>(l, member); });
+    with_format_and_layout(l.format, l.from.bits, [&](auto number, auto layout) {
+        lookup<decltype(number), decltype(layout)>(l, member);
+    });
     return 0;
 }
 
 EXPORT int64_t quadriga_multiply(const int64_t* arguments, Member* member) {
     const Multiply& m = *(const Multiply*)arguments;
-    with_format(m.format, [&](auto number) { Product<decltype(number)>(m, member).run(); });
+    with_format_and_layout(m.format, m.weight.bits, [&](auto number, auto layout) {
+        Product<decltype(number), decltype(layout)>(m, member).run();
+    });
     return 0;
 }

@@ -11,10 +11,15 @@ import torch
 from torch import nn
 
 from attention.native import FORMATS, Recording, call, empty
-from parallel.layers import Matrix
+from parallel.layers import ColumnParallelLinear, Matrix, RowParallelLinear, TorchProducts
+from parallel.quantization import Float8, Quantization
+from workers.fp8 import Fp8Products
 from workers.kernels import Kernels
 
 logger = logging.getLogger("quadriga.worker")
+
+COLUMNS = 32  # outputs of a panel, as in attention/vector.h
+QUANTIZATIONS = {"int8": Quantization(8), "int4": Quantization(4, group=32)}
 
 _TRIED_ROWS = (1, 16, 128)  # single stream, a few streams, prefill
 _TRIED_OUTPUTS = 4096  # of a larger weight so many are tried
@@ -27,12 +32,13 @@ class PackedProducts:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        outputs, inputs = weight.shape
-        packed = torch.empty(-(-outputs // 32) * 32 * (inputs + inputs % 2), dtype=weight.dtype)
-        arguments = (FORMATS[weight.dtype], torch.get_num_threads(), weight.data_ptr(), outputs, inputs)
-        call(self.kernels.pack, *arguments, packed.data_ptr())
-        return packed
+    def pack(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bits = matrix.quantization.bits if matrix.quantization else 8 * matrix.dtype.itemsize
+        outputs, inputs = -(-matrix.outputs // COLUMNS) * COLUMNS, matrix.inputs + matrix.begun % 2
+        packed = torch.empty(outputs * (inputs + inputs % 2) * bits // 8, dtype=torch.uint8)
+        weight = _weight(matrix, packed, None)
+        call(self.kernels.pack, FORMATS[matrix.dtype], torch.get_num_threads(), matrix.weight.data_ptr(), *weight)
+        return packed, None if matrix.scales is None else _pack_scales(matrix.scales)
 
     def multiply(
         self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
@@ -41,20 +47,63 @@ class PackedProducts:
         out = empty((*x.shape[:-1], matrix.outputs), torch.float32 if wide else x.dtype)
         call(
             self.kernels.multiply,
-            *(FORMATS[x.dtype], torch.get_num_threads(), x.data_ptr(), math.prod(x.shape[:-1]), matrix.inputs),
-            *(matrix.weight.data_ptr(), matrix.outputs, 0 if bias is None else bias.data_ptr()),
-            *(out.data_ptr(), int(wide)),
+            *(FORMATS[x.dtype], torch.get_num_threads(), x.data_ptr(), math.prod(x.shape[:-1])),
+            *(0 if bias is None else bias.data_ptr(), out.data_ptr(), int(wide)),
+            *_weight(matrix, matrix.weight, matrix.scales),
         )
         return out
 
     def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
-        out = empty((len(ids), matrix.inputs), matrix.weight.dtype)
+        out = empty((len(ids), matrix.inputs), matrix.dtype)
         call(
             self.kernels.lookup,
-            *(FORMATS[out.dtype], torch.get_num_threads(), matrix.weight.data_ptr(), first_id, matrix.outputs),
-            *(matrix.inputs, ids.data_ptr(), len(ids), out.data_ptr()),
+            *(FORMATS[out.dtype], torch.get_num_threads(), first_id, ids.data_ptr(), len(ids), out.data_ptr()),
+            *_weight(matrix, matrix.weight, matrix.scales),
         )
         return out
+
+
+def _weight(matrix: Matrix, packed: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, ...]:
+    """What the kernels know of a weight."""
+    bits, group = (matrix.quantization.bits, matrix.quantization.group) if matrix.quantization else (0, 0)
+    address = 0 if scales is None else scales.data_ptr()
+    return bits, packed.data_ptr(), matrix.outputs, matrix.inputs, address, group, matrix.begun
+
+
+def _pack_scales(scales: torch.Tensor) -> torch.Tensor:
+    """[outputs, ...] -> [panels, ..., COLUMNS]."""
+    missing = -len(scales) % COLUMNS
+    padded = torch.cat((scales, scales.new_zeros(missing, *scales.shape[1:])))
+    return padded.view(-1, COLUMNS, *scales.shape[1:]).movedim(1, -1).contiguous()
+
+
+def quantize(model: nn.Module, head: Matrix, quantization: str) -> None:
+    """What the linears and the head read from now on becomes integers; an embedding of its own stays as it is.
+
+    The head has eight bits with int4 too, since it decides the result directly. With fp8 it stays as it is.
+    """
+    for part in model.modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+            part.matrix.quantize(Float8() if quantization == "fp8" else QUANTIZATIONS[quantization])
+    if quantization != "fp8":
+        head.quantize(QUANTIZATIONS["int8"])
+
+
+def pack_products(model: nn.Module, kernels: Kernels | None) -> None:
+    """Packs all matrices of a quantised model; without kernels, integers become plain numbers again."""
+    matrices = [part for part in model.modules() if isinstance(part, Matrix)]
+    fp8 = [matrix for matrix in matrices if isinstance(matrix.quantization, Float8)]
+    for matrix in fp8:
+        matrix.adopt(Fp8Products())
+    if fp8:
+        return
+    products = PackedProducts(kernels) if kernels else TorchProducts()
+    if kernels is None:
+        logger.warning(
+            "quantised weights are kept as the numbers they stand for, neither smaller nor faster than others"
+        )
+    for matrix in matrices:
+        matrix.adopt(products)
 
 
 def settle_products(model: nn.Module, kernels: Kernels) -> None:

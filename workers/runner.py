@@ -21,6 +21,7 @@ from scheduler.plan import StepPlan
 from workers.adjust import Adjustments
 from workers.architecture import Architecture
 from workers.faults import FIRST
+from workers.fp8 import check_fp8
 from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
 from workers.inputs import StepInputs, build_inputs, to_device
@@ -28,7 +29,7 @@ from workers.kernels import compile_all_reduce, find_kernels
 from workers.kv_scales import cache_dtype, read_scales
 from workers.model import Decoder, make_shard
 from workers.ops import Rotary, make_ops
-from workers.products import settle_products
+from workers.products import pack_products, quantize, settle_products
 from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler, SamplingRows
 from workers.scores import PendingExtras, Scorer, scored_chunks
@@ -75,7 +76,7 @@ class ModelRunner:
     ) -> None:
         self.device = device
         dtype = getattr(torch, spec.dtype)
-        self.group = group
+        self.group, self.quantization, self.stored_as = group, spec.quantization, arch.stored_as
         heads = shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank]
         layout = HeadLayout(len(heads.q_heads), len(heads.kv_heads), arch.head_dim)
         stored = cache_dtype(spec.kv_cache_dtype)
@@ -128,11 +129,16 @@ class ModelRunner:
         """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
         with Checkpoint(folder) as checkpoint, torch.inference_mode():
             self.scales = read_scales(checkpoint, self.cache_shape.num_layers, wanted=self.scales is not None)
+            if self.quantization == "fp8":
+                check_fp8(self.device)
+            if self.quantization:
+                quantize(self.model, self.model.head.matrix, self.quantization)
             self.model.load(checkpoint, on_share)
-            weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
-            if self.kernels:
+            if self.quantization or self.stored_as:
+                pack_products(self.model, self.kernels)
+            elif self.kernels:
                 settle_products(self.model, self.kernels)
-        return weight_bytes
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache and captures the steps that are replayed. Returns the cache's size in bytes."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+QUANTIZATIONS = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}  # and the device that has kernels for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class WorkerSpec:
     gpu_memory_utilization: fraction of the GPU's memory that the worker may use in all.
     faults: to be committed on purpose, see workers.faults. generation: processes of this rank that came before.
     end_token_ids: every token id that ends a text; guides allow them where the text may end.
+    quantization: what linears become when they are read, one of QUANTIZATIONS; None leaves them as they are.
     start_timeout_seconds: how long the ranks wait to meet. step_timeout_seconds: how long a collective may take.
     """
 
@@ -47,6 +49,7 @@ class WorkerSpec:
     enforce_eager: bool = False
     fused_kernels: bool | None = None
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     end_token_ids: tuple[int, ...] = ()
 
 

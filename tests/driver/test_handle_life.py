@@ -17,7 +17,7 @@ from driver.engine import Update
 from driver.handle import Client
 from driver.llm import LLM
 from driver.results import Completion, Increment
-from driver.wire import ServiceUnavailable
+from driver.wire import RequestFailed, ServiceUnavailable
 from parallel.channel import ChannelAddress, bind
 from scheduler.params import SamplingParams
 from tests.driver.serving import (
@@ -296,3 +296,50 @@ def test_a_failed_engine_that_comes_back_is_waited_for(folder: Path, llm: LLM) -
                 tokens += piece.token_ids
             assert tokens == whole.output_token_ids
             assert "".join(piece.text for piece in late) == whole.text
+
+
+class Doomed(threading.Thread):
+    """A service that is another one every time it has taken the request, after so many tokens of it."""
+
+    def __init__(self, router: zmq.Socket, tokens: Sequence[int]) -> None:
+        super().__init__(daemon=True)
+        self._router, self._tokens = router, tokens
+        self.lives = 0
+        self.closing = False
+
+    def run(self) -> None:
+        while not self.closing:
+            if not self._router.poll(50):
+                continue
+            handle, frame = self._router.recv_multipart()
+            kind, items = wire.decode(frame, wire.FROM_HANDLE)
+            if kind == "hello":
+                self.lives += 1
+                self._say(handle, "welcome", {"started_at": self.lives})
+            elif kind == "ask":
+                self._say(handle, "accepted", items[0], [1, 2])
+                for _ in range(self._tokens[self.lives - 1]):
+                    item = wire.pack_update(items[0], "a", [97], None, None, 0, None, None)
+                    self._say(handle, "updates", [item])
+                self._say(handle, "stranger")
+
+    def _say(self, handle: bytes, kind: str, *items: object) -> None:
+        self._router.send_multipart([handle, wire.encode(kind, *items)])
+
+
+@pytest.mark.parametrize(("tokens", "lives"), [([0] * 5, 6), ([0, 0, 1, 0, 0, 0, 0], 8)], ids=["none", "one"])
+def test_a_request_that_ends_its_driver_every_time_is_given_up(tokens: list[int], lives: int) -> None:
+    """... unless there was a token of it in between."""
+    context = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as router:
+        address = bind(router, None)
+        service = Doomed(router, [*tokens, 0, 0])
+        service.start()
+        try:
+            with Client(lambda: address) as client:
+                with pytest.raises(RequestFailed, match="5 drivers in a row have ended while they had this request"):
+                    client.generate([1, 2], greedy_params(9))
+                assert service.lives == lives
+        finally:
+            service.closing = True
+            service.join(5)

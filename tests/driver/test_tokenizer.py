@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +210,91 @@ def test_a_tokenizer_without_settings_serves(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("a") == [97]
     assert tokenizer.end_token_ids == frozenset()
+
+
+# ---- damaged files
+
+SMALL = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+        {
+            "id": 5,
+            "content": "<end>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+    ],
+    "normalizer": {"type": "NFC"},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "post_processor": None,
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "model": {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4, "<end>": 5},
+        "merges": [["a", "b"], ["ab", "c"]],
+    },
+}
+JUNK: list[Any] = [None, True, -1, 1 << 40, 1e308, "", "x", [], {}, [[]], {"type": "Sequence"}, [None]]
+
+
+def test_the_small_tokenizer_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(SMALL))
+    assert Tokenizer(tmp_path).encode("abc<end>") == [4, 5]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+@pytest.mark.parametrize("place", list(places(SMALL)), ids=str)
+def test_any_tokenizer_file_is_read_or_refused(tmp_path: Path, place: tuple[Any, ...]) -> None:
+    for value in JUNK:
+        content = copy.deepcopy(SMALL)
+        holder = functools.reduce(lambda inner, key: inner[key], place[:-1], content)
+        holder[place[-1]] = value
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with contextlib.suppress(TokenizerError, InvalidRequest):
+            tokenizer = Tokenizer(tmp_path)
+            ids = tokenizer.encode("abc<end> ba")
+            assert isinstance(tokenizer.decode(ids), str)
+            assert tokenizer.longest_token > 0
+            assert Tokenizer.from_parts(tokenizer.parts()).encode("abc<end> ba") == ids
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token", "chat_template"])
+@pytest.mark.parametrize("value", JUNK, ids=str)
+def test_any_setting_is_taken_or_refused(tmp_path: Path, name: str, value: Any) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(SMALL))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: value}))
+    with contextlib.suppress(TokenizerError, InvalidRequest):
+        tokenizer = Tokenizer(tmp_path)
+        assert isinstance(tokenizer.end_token_ids, frozenset)
+        tokenizer.encode_chat([{"role": "user", "content": "abc"}])
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b"\xff\xfe"),
+        ("tokenizer_config.json", b"[]"),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("tokenizer.json", b"[" * 100_000),
+        ("tokenizer.json", b""),
+    ],
+)
+def test_a_file_that_is_none_is_named(tmp_path: Path, file: str, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(SMALL))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(TokenizerError, match=str(tmp_path)):
+        Tokenizer(tmp_path)

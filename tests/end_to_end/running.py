@@ -23,7 +23,9 @@ MAX_SEQS = 16
 class Ranks:
     """A model on `size` ranks in fp32: inline for one rank, else real Ray actors."""
 
-    def __init__(self, folder: Path | str, size: int = 1, executor: str = "auto", block_size: int = 4) -> None:
+    def __init__(
+        self, folder: Path | str, size: int = 1, executor: str = "auto", block_size: int = 4, **settings: Any
+    ) -> None:
         self.config = EngineConfig(
             model=str(folder),
             tensor_parallel_size=size,
@@ -34,6 +36,7 @@ class Ranks:
             max_num_seqs=MAX_SEQS,
             block_size=block_size,
             prefix_caching=False,
+            **settings,
         )
         model = read_model(self.config)
         self.executor = make_executor(self.config)

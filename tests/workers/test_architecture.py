@@ -198,20 +198,60 @@ def test_an_architecture_that_is_not_covered_is_refused_with_those_that_are(tmp_
         read_architecture(tmp_path)
 
 
+def stored(
+    weights: dict[str, Any] | None = None, input_activations: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """A quantization_config as compressed-tensors writes it for int8 weights, but for the changes."""
+    kind = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": {**kind, **(weights or {})}, "input_activations": input_activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "sparsity_config": {},
+        **settings,
+    }
+
+
+def test_int8_weights_of_compressed_tensors_are_covered(tmp_path: Path) -> None:
+    dynamic = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    for config in (stored(), stored(input_activations=dynamic)):
+        assert read_architecture(write(tmp_path, {**LLAMA, "quantization_config": config})).stored_as == "int8"
+    assert read_architecture(write(tmp_path, LLAMA)).stored_as is None
+
+
 REFUSED = [
     ({"architectures": None}, "model of no stated architecture; covered are Llama"),
     ({"architectures": []}, "model of no stated architecture"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq, .* use the unquantised checkpoint"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq"),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "quantised by bitsandbytes"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantised by fp8"),
+    ({"quantization_config": {"load_in_8bit": True}}, "quantised by a method that it does not name"),
+    ({"quantization_config": [8]}, r"must be an object, got \[8\]"),
+    ({"quantization_config": stored(format="float-quantized")}, "compressed-tensors in the format 'float-quantized'"),
+    ({"quantization_config": stored(format="pack-quantized")}, "'pack-quantized'"),
+    ({"quantization_config": stored({"num_bits": 4})}, "compressed-tensors .* not supported"),
+    ({"quantization_config": stored({"strategy": "group"})}, "not supported"),
+    ({"quantization_config": stored({"symmetric": False})}, "not supported"),
+    ({"quantization_config": stored(input_activations={"dynamic": False})}, "not supported"),
+    ({"quantization_config": stored(kv_cache_scheme={"num_bits": 8})}, "not supported"),
+    ({"quantization_config": stored(sparsity_config={"format": "sparse-24-bitmask"})}, "not supported"),
+    ({"quantization_config": {**stored(), "config_groups": {"group_0": {}}}}, "incomplete or malformed: .*weights"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ({"num_key_value_heads": 4}, "6 attention heads are not a multiple of 4"),
     ({"num_key_value_heads": -3}, "got -3"),
     ({"num_key_value_heads": "3"}, "'3'|str"),
     ({"head_dim": 7}, "head_dim must be even .* 7"),
     ({"head_dim": -8}, "got -8"),
-    ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
-    ({"hidden_size": "48"}, "hidden_size must be a positive integer, got '48'"),
-    ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer, got True"),
-    ({"intermediate_size": 40.0}, r"intermediate_size must be a positive integer, got 40\.0"),
+    ({"vocab_size": 0}, "vocab_size must be an integer from 1 to 16777216, got 0"),
+    ({"hidden_size": "48"}, "hidden_size must be an integer from 1 to 16777216, got '48'"),
+    ({"num_hidden_layers": True}, "num_hidden_layers must be an integer from 1 to 4096, got True"),
+    ({"intermediate_size": 40.0}, r"intermediate_size must be an integer from 1 to 16777216, got 40\.0"),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers must be an integer from 1 to 4096, got 1000000000000"),
+    ({"max_position_embeddings": 1 << 40}, "max_position_embeddings must be an integer from 1 to 16777216"),
+    ({"rope_theta": 10**400}, "incomplete or malformed: OverflowError"),
     ({"rms_norm_eps": "tiny"}, "incomplete or malformed: .*tiny"),
     ({"eos_token_id": "</s>"}, "incomplete or malformed: .*</s>"),
     ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 4 layers"),

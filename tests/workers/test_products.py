@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel.layers import Matrix, TorchProducts
-from tests.workers.compiled import DTYPES, TOLERANCE, kernels_or_skip, poisoned, randn
+from tests.workers.compiled import DTYPES, assert_product, kernels_or_skip, poisoned, randn
 from workers.products import PackedProducts, settle_products
 
 KERNELS = kernels_or_skip()
@@ -25,12 +25,6 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> tupl
     made.weight.copy_(weight)
     made.adopt(PackedProducts(KERNELS))
     return made, weight
-
-
-def assert_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    tolerance = TOLERANCE[result.dtype] * max(1.0, weight.shape[1] ** 0.5)
-    torch.testing.assert_close(result.double(), expected, rtol=TOLERANCE[result.dtype], atol=tolerance)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -41,7 +41,9 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def runner(folder: Path, group: TensorParallelGroup, dtype: str = "float32") -> ModelRunner:
+def runner(
+    folder: Path, group: TensorParallelGroup, dtype: str = "float32", quantization: str | None = None
+) -> ModelRunner:
     spec = WorkerSpec(
         model=str(folder),
         rank=group.rank,
@@ -58,6 +60,7 @@ def runner(folder: Path, group: TensorParallelGroup, dtype: str = "float32") -> 
         gpu_memory_utilization=0.9,
         start_timeout_seconds=10,
         step_timeout_seconds=10,
+        quantization=quantization,
     )
     made = ModelRunner(read_architecture(folder), spec, group, torch.device("cpu"))
     made.load(folder)
@@ -118,6 +121,19 @@ def test_replayed_steps_are_the_same_to_the_bit(folder: Path, dtype: str, count:
             assert torch.equal(result, wanted)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_replayed_steps_of_integer_weights_are_the_same_to_the_bit(folder: Path, quantization: str, count: int) -> None:
+    with threads(count):
+        replaying = runner(folder, TensorParallelGroup(), "bfloat16", quantization)
+        results = steps(replaying, replayed=True)
+        assert set(replaying.replay._kept) == {2, 3, 4}
+        plain = runner(folder, TensorParallelGroup(), "bfloat16", quantization)
+        for result, wanted in zip(results, steps(plain, False), strict=True):
+            assert not result.isnan().any()
+            assert torch.equal(result, wanted)
+
+
 def test_ranks_replay_their_sums_too(folder: Path) -> None:
     with threads(1):
         results = run_ranks(3, lambda group: steps(runner(folder, group), replayed=True))
@@ -150,7 +166,7 @@ def test_a_failure_ends_the_replay_and_is_told() -> None:
     address = segment.data_ptr()
     with recording.record():
         # Rank 0 of 2 waits for rank 1, whose counter stays where it is.
-        call(KERNELS.all_reduce, 0, address, 64, address + 128, 1024, 0, 2, 10**7, tensor.data_ptr(), 4)
+        call(KERNELS.all_reduce, 0, address, 64, address + 128, 1024, 0, 2, 100, 10**7, tensor.data_ptr(), 4)
         call(KERNELS.gather, tensor.data_ptr(), 16, ids.data_ptr(), 1, copied.data_ptr())
     arrays = recording.arrays()
     for count in (1, 2):

@@ -14,10 +14,18 @@ from attention.cpu import CpuBackend
 from attention.native import load_library
 from parallel.layers import Matrix
 from tests.attention.batches import Batch, Case
-from tests.workers.compiled import DTYPES, TOLERANCE, assert_close, kernels_or_skip, randn
+from tests.workers.compiled import (
+    DTYPES,
+    TOLERANCE,
+    assert_close,
+    assert_product,
+    kernels_or_skip,
+    quantized,
+    randn,
+)
 from workers.kernels import Kernels
 from workers.ops import CompiledOps, TorchOps
-from workers.products import PackedProducts
+from workers.products import QUANTIZATIONS, PackedProducts
 
 kernels_or_skip()
 NEEDED = {"x86-64": set(), "haswell": {"avx2", "fma", "f16c"}, "skylake-avx512": {"avx512bw", "avx512vl"}}
@@ -57,6 +65,16 @@ def test_products(dtype: torch.dtype, kernels: Kernels) -> None:
         expected = (x.double() @ weight.double().T).to(dtype)
         torch.testing.assert_close(matrix(x), expected, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
     assert torch.equal(matrix.lookup(torch.arange(77), 0), weight)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_integers(dtype: torch.dtype, quantization: str, kernels: Kernels) -> None:
+    matrix, numbers = quantized(kernels, 77, 90, range(5, 58), dtype, QUANTIZATIONS[quantization])
+    for rows in (1, 3, 40):
+        x = randn(rows, 53, dtype=dtype, seed=rows)
+        assert_product(x, numbers, None, matrix(x))
+    assert torch.equal(matrix.lookup(torch.arange(77), 0), numbers.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
