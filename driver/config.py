@@ -45,6 +45,7 @@ class EngineConfig:
     attention_calls: `one` call for a step's prefill and decode rows together, `two` for each apart, or `auto`.
     enforce_eager: launch every step anew instead of replaying captured CUDA graphs.
     fused_kernels: use the Triton kernels on CUDA, where Triton is installed.
+    symmetric_memory: add up small tensors between GPUs of one node through torch's symmetric memory, NCCL the others.
     async_depth: steps in flight at once; 0 or 1 waits for each step's tokens before the next is planned.
     kv_cache_dtype: `fp8` (`fp8_e4m3`) or `fp8_e5m2` halves the KV cache where the attention backend can read it; `auto`
         keeps keys and values in the model's dtype.
@@ -81,6 +82,7 @@ class EngineConfig:
     attention_calls: str = "auto"
     enforce_eager: bool = False
     fused_kernels: bool = True
+    symmetric_memory: bool = True
     async_depth: int = 2
     kv_cache_dtype: str = "auto"
     kv_cache_gib: float | None = None
@@ -130,7 +132,7 @@ class EngineConfig:
             self._check_positive(name, high)
         if self.trace_steps is not None and not isinstance(self.trace_steps, str):
             raise ConfigError(f"trace_steps must be a path, got {self.trace_steps!r}")
-        for name in ("chunked_prefill", "prefix_caching", "enforce_eager", "fused_kernels"):
+        for name in ("chunked_prefill", "prefix_caching", "enforce_eager", "fused_kernels", "symmetric_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.target_tbt_ms is not None and not self.chunked_prefill:

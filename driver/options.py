@@ -77,6 +77,12 @@ def add_engine_options(
         default=True,
         help="use the Triton kernels on cuda, where Triton is installed",
     )
+    group.add_argument(
+        "--symmetric-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="add up small tensors between GPUs of one node through torch's symmetric memory, where it can be had",
+    )
     group.add_argument("--trace-steps", metavar="FILE", help="write a record of every step, as JSON lines")
     group.add_argument(
         "--ray-address",

@@ -183,6 +183,7 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             fused_kernels=None if config.fused_kernels else False,
             quantization=config.quantization,
             end_token_ids=tuple(sorted(model.end_token_ids)),
+            symmetric_memory=config.symmetric_memory,
             kv_cache_dtype=config.kv_cache_dtype,
             block_size=config.block_size,
             num_rows=limits.num_rows,

@@ -16,6 +16,7 @@ class WorkerSpec:
     model: what the user named; each node resolves it to a folder of its own.
     device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
     fused_kernels: compute with workers.triton_ops; None: on CUDA, where Triton is installed.
+    symmetric_memory: for small sums between CUDA devices, where it can be had; see parallel.symmetric.
     kv_cache_dtype: one of KV_CACHE_DTYPES; auto for `dtype`.
     block_size: tokens per KV block, or None for what the attention backend likes best.
     kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
@@ -49,6 +50,7 @@ class WorkerSpec:
     enforce_eager: bool = False
     fused_kernels: bool | None = None
     kv_cache_dtype: str = "auto"
+    symmetric_memory: bool = True
     quantization: str | None = None
     end_token_ids: tuple[int, ...] = ()
 

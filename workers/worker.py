@@ -135,7 +135,9 @@ class Worker:
         spec = self.spec
         torch.set_num_threads(max(1, available_cores() // ranks_here))
         if store is not None:
-            group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
+            group = join_group(
+                store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds, spec.symmetric_memory
+            )
             self.group.renew(group)
 
     def _launch(self, frame: bytes) -> LaunchedStep:
