@@ -73,6 +73,9 @@ class RandomWeights:
             tensor = tensor.narrow(dim, taken.start, len(taken))
         return tensor
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         pass
 

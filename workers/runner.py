@@ -17,6 +17,7 @@ from attention.metadata import AttentionMetadata
 from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint
 from parallel.split import shard_heads
+from parallel.upload import CudaLane, Upload
 from scheduler.plan import StepPlan
 from workers.adjust import Adjustments
 from workers.architecture import Architecture
@@ -127,7 +128,8 @@ class ModelRunner:
 
     def load(self, folder: Path, on_share: Callable[[float], None] | None = None) -> int:
         """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
-        with Checkpoint(folder) as checkpoint, torch.inference_mode():
+        upload = Upload(CudaLane()) if self.device.type == "cuda" else None
+        with Checkpoint(folder, upload) as checkpoint, torch.inference_mode():
             self.scales = read_scales(checkpoint, self.cache_shape.num_layers, wanted=self.scales is not None)
             if self.quantization == "fp8":
                 check_fp8(self.device)
