@@ -224,7 +224,12 @@ def nccl_advice(interface: str) -> str:
         for b in range(a)
         if not torch.cuda.can_device_access_peer(a, b)
     ]
-    peers = f" GPUs {', '.join(missing_peers)} have no peer access: NCCL_P2P_DISABLE=1." if missing_peers else ""
+    if missing_peers:
+        peers = f" GPUs {', '.join(missing_peers)} have no peer access: NCCL_P2P_DISABLE=1."
+    elif torch.cuda.device_count() == 1:  # as every worker sees its own GPU alone
+        peers = " Where GPUs have no peer access (`nvidia-smi topo -p2p r` shows it), set NCCL_P2P_DISABLE=1."
+    else:
+        peers = ""
     return (
         f".{peers} If {interface} does not reach the other nodes, set NCCL_SOCKET_IFNAME (now "
         f"{os.environ.get('NCCL_SOCKET_IFNAME', 'unset')}) and GLOO_SOCKET_IFNAME to the interface that does, on every "

@@ -103,6 +103,7 @@ class ModelRunner:
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
         self.graphs: StepGraphs | None = None
+        self.graph_bytes = 0  # of a GPU's memory, for captured steps
         self.graph_sizes = GraphSizes(
             num_rows=spec.num_rows,
             max_tokens=spec.max_num_batched_tokens,
@@ -171,7 +172,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self, maker: GraphMaker, spare_block: int) -> None:
         self.graphs = StepGraphs(self._forward, maker, self.graph_sizes, spare_block, self.dtype, self.device)
+        on_gpu = self.device.type == "cuda"
+        before = torch.cuda.memory_reserved(self.device) if on_gpu else 0
         self.graphs.capture()
+        self.graph_bytes = torch.cuda.memory_reserved(self.device) - before if on_gpu else 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, started: float) -> LaunchedStep:
@@ -276,7 +280,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_rows: int) -> None:
-        """Runs the largest step without a cache, so that its activations show up in the device's memory statistics."""
+        """Runs the largest step without a cache, so that its activations show up in the device's memory statistics.
+
+        All rows are sampled in the way that takes the most memory. All ranks call it.
+        """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, rotary, window: query)
-        self.model.head(hidden[: min(num_rows, num_tokens)])
+        logits = self.model.head(hidden[: min(num_rows, num_tokens)])
+        rows = len(logits)
+        whole = {"seeds": np.zeros(rows, np.uint64), "positions": np.zeros(rows, np.int64)}
+        truncated = {"top_k": np.full(rows, 50), "top_p": np.full(rows, 0.9), "min_p": np.full(rows, 0.01)}
+        self.sampler.sample(logits, SamplingRows(temperature=np.ones(rows), **whole, **truncated))

@@ -69,6 +69,7 @@ class WorkerReady:
 
     num_blocks: KV blocks on every rank (the smallest rank decides), each of block_size tokens.
     Sizes are in bytes, times in seconds.
+    activation_bytes: of the largest step, and graph_bytes: of the captured ones, on GPUs; 0 where nobody measured.
     backend, transport: what computes attention, and what carries the collectives.
     """
 
@@ -81,3 +82,5 @@ class WorkerReady:
     transport: str
     load_seconds: float
     peak_rss_bytes: int
+    activation_bytes: int = 0
+    graph_bytes: int = 0
