@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from attention.cache import Scales
 from attention.capabilities import Capabilities, Demand, HeadLayout
 from attention.metadata import AttentionMetadata
 
@@ -47,9 +48,17 @@ class Backend(Protocol):
         """What it can do on this device. Raises BackendError where it cannot be used at all."""
 
     def write(
-        self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        scales: Scales | None = None,
     ) -> None:
-        """key, value: [tokens, num_kv_heads, head_dim], stored at `slots` [tokens] of the layer's cache."""
+        """key, value: [tokens, num_kv_heads, head_dim], stored at `slots` [tokens] of the layer's cache.
+
+        scales: the layer's, for a cache of one of the capabilities' cache_dtypes; also in `attend`.
+        """
 
     def attend(
         self,
@@ -57,6 +66,7 @@ class Backend(Protocol):
         cache: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
         window: int | None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """Causal attention of the step's tokens over their contexts.
 

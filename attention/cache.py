@@ -1,15 +1,26 @@
-"""The paged KV cache of one rank."""
+"""The paged KV cache of one rank, in the model's dtype or in fp8 with a scale for each layer's keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """Of one layer: what stored fp8 numbers are multiplied with to be the true ones. query: for kernels whose queries
+    are fp8 too."""
+
+    key: float = 1.0
+    value: float = 1.0
+    query: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one rank's cache is made of; num_kv_heads are the rank's own."""
+    """What one rank's cache is made of; num_kv_heads are the rank's own. dtype: of what is stored."""
 
     num_layers: int
     block_size: int
@@ -23,22 +34,46 @@ class CacheShape:
 
 
 def scatter(
-    key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
-    """Stores keys and values, [tokens, num_kv_heads, head_dim], at `slots` [tokens] of one layer's cache."""
-    for tensor, pages in zip((key, value), cache, strict=True):
-        pages.view(-1, *pages.shape[2:])[slots] = tensor
+    """Stores keys and values, [tokens, num_kv_heads, head_dim], at `slots` [tokens] of one layer's cache.
+
+    scales: of a cache in fp8; None where it has the dtype of keys and values.
+    """
+    if scales is None:
+        for tensor, pages in zip((key, value), cache, strict=True):
+            pages.view(-1, *pages.shape[2:])[slots] = tensor
+        return
+    for tensor, pages, scale in zip((key, value), cache, (scales.key, scales.value), strict=True):
+        # As bytes: not every operation on every device knows fp8.
+        pages.view(torch.uint8).view(-1, *pages.shape[2:])[slots] = quantise(tensor, scale, pages.dtype).view(
+            torch.uint8
+        )
+
+
+def quantise(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """x / scale in fp8, saturating; NaN stays NaN."""
+    most = torch.finfo(dtype).max
+    return (x.float() / scale).clamp_(-most, most).to(dtype)
 
 
 class KVCache:
     """Keys and values of every layer: each [num_blocks, block_size, num_kv_heads, head_dim].
 
+    scales: one of each layer, for a cache in fp8; None otherwise.
     On CPU the memory is only reserved here and becomes resident block by block as blocks are first written.
     """
 
-    def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: CacheShape, num_blocks: int, device: torch.device, scales: Sequence[Scales] | None = None
+    ) -> None:
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.num_blocks = num_blocks
+        self.scales = scales or [None] * shape.num_layers
         self.layers = [
             (
                 torch.empty(size, dtype=shape.dtype, device=device),

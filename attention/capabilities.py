@@ -32,10 +32,12 @@ class HeadLayout:
 class Demand:
     """What a model and its settings ask, beyond the heads.
 
-    dtype: of queries, keys and values. block_size: None lets the backend choose. window: some layer has one.
+    dtype: of queries, keys and values. cache_dtype: of the cache, None for the same. block_size: None lets the backend
+    choose. window: some layer has one.
     """
 
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
     block_size: int | None = None
     window: bool = False
 
@@ -44,6 +46,7 @@ class Demand:
 class Capabilities:
     """What one backend can do on one device.
 
+    cache_dtypes: what its caches may be in besides the dtype of queries. cache_head_dim_multiple: with these.
     block_multiple, preferred_block: which block sizes it takes, in tokens, and which it is given when nobody asks.
     block_reason: why, for whoever asked for another one.
     one_call: prefill and decode rows of a step may go through one call.
@@ -54,6 +57,8 @@ class Capabilities:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
+    cache_dtypes: tuple[torch.dtype, ...] = ()
+    cache_head_dim_multiple: int = 1
     block_multiple: int = 1
     preferred_block: int = 16
     block_reason: str = ""
@@ -70,11 +75,17 @@ class Capabilities:
             return f"it computes in {_names(self.dtypes)}, the model runs in {_names((demand.dtype,))}"
         if self.max_head_dim is not None and layout.head_dim > self.max_head_dim:
             return f"its heads have at most {self.max_head_dim} dimensions, the model's have {layout.head_dim}"
-        if layout.head_dim % self.head_dim_multiple:
-            return (
-                f"its head dimensions are multiples of {self.head_dim_multiple}, the model's heads have "
-                f"{layout.head_dim}"
+        other_cache, multiple, caches = demand.cache_dtype is not None, self.head_dim_multiple, ""
+        if other_cache and demand.cache_dtype not in self.cache_dtypes:
+            known = f" or {_names(self.cache_dtypes)}" if self.cache_dtypes else ""
+            return f"its caches are in the model's dtype{known}, not in {_names((demand.cache_dtype,))}"
+        if other_cache:
+            multiple, caches = (
+                max(multiple, self.cache_head_dim_multiple),
+                f" with caches in {_names(self.cache_dtypes)}",
             )
+        if layout.head_dim % multiple:
+            return f"its head dimensions are multiples of {multiple}{caches}, the model's heads have {layout.head_dim}"
         for has, asked, name in (
             (self.window, demand.window, "sliding windows"),
             (self.soft_cap, layout.soft_cap is not None, "soft caps on scores"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from attention.backend import BackendError
+from attention.cache import Scales
 from attention.capabilities import Capabilities, HeadLayout
 from attention.metadata import AttentionMetadata
 from attention.native import FORMATS, NativeError, call, empty, float_bits, function, load_library
@@ -41,7 +42,12 @@ class CpuBackend:
         self._scale = float_bits(scale)
 
     def write(
-        self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        scales: Scales | None = None,
     ) -> None:
         key, value = _dense_heads(key), _dense_heads(value)
         size = key.element_size()
@@ -58,6 +64,7 @@ class CpuBackend:
         cache: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
         window: int | None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         query = _dense_heads(query)
         out = empty(query.shape, query.dtype)

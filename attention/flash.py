@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from attention.backend import BackendError
+from attention.cache import Scales, quantise
 from attention.capabilities import Capabilities, HeadLayout
 from attention.ragged import FLASH2_PAGES, FLASH2_REASON, RaggedBackend, RaggedRows, unusable_device
 
@@ -30,6 +31,8 @@ _CAPABILITIES = {
         dtypes=_HALVES,
         max_head_dim=256,
         head_dim_multiple=8,
+        cache_dtypes=(torch.float8_e4m3fn,),
+        cache_head_dim_multiple=16,
         preferred_block=128,
         soft_cap=True,
         one_call=True,
@@ -56,6 +59,7 @@ class FlashAttnBackend(RaggedBackend):
         self._kernels = kernels or find_kernels(torch.device("cuda"))
         super().__init__(layout, scale, calls, _CAPABILITIES[self._kernels.version])
         self._slopes: torch.Tensor | None = None
+        self._descales: dict[float, torch.Tensor] = {}
 
     @classmethod
     def on(cls, device: torch.device) -> Capabilities:
@@ -67,6 +71,7 @@ class FlashAttnBackend(RaggedBackend):
         cache: tuple[torch.Tensor, torch.Tensor],
         rows: RaggedRows,
         window: int | None,
+        scales: Scales | None,
     ) -> torch.Tensor:
         scoring = {
             "softmax_scale": self.scale,
@@ -76,7 +81,13 @@ class FlashAttnBackend(RaggedBackend):
             "softcap": self.layout.soft_cap or 0.0,
         }
         if self._kernels.version == 3:
-            return self._kernels.with_kvcache(
+            asked = query.dtype
+            if scales is not None:  # the kernel multiplies fp8 with fp8, so the queries have to be that too
+                query = quantise(query, scales.query, cache[0].dtype)
+                shape = (len(rows.context_lens), self.layout.num_kv_heads)
+                for name in ("query", "key", "value"):
+                    scoring[f"{name[0]}_descale"] = self._descale(getattr(scales, name), query.device).expand(shape)
+            attended = self._kernels.with_kvcache(
                 query,
                 *cache,
                 cache_seqlens=rows.context_lens,
@@ -85,6 +96,7 @@ class FlashAttnBackend(RaggedBackend):
                 max_seqlen_q=rows.max_query_len,
                 **scoring,
             )
+            return attended.to(asked)  # of fp8 it makes bf16
         scoring["alibi_slopes"] = self._alibi_slopes(query.device)
         if rows.decode:  # it splits long contexts among thread blocks, which the ragged function does not
             return self._kernels.with_kvcache(
@@ -100,6 +112,12 @@ class FlashAttnBackend(RaggedBackend):
             block_table=rows.block_table,
             **scoring,
         )
+
+    def _descale(self, scale: float, device: torch.device) -> torch.Tensor:
+        """[1, 1] fp32, made once: a captured step must find it where it was."""
+        if scale not in self._descales:
+            self._descales[scale] = torch.full((1, 1), scale, dtype=torch.float32, device=device)
+        return self._descales[scale]
 
     def _alibi_slopes(self, device: torch.device) -> torch.Tensor | None:
         """[num_q_heads] fp32."""

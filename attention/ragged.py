@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attention.cache import scatter
+from attention.cache import Scales, scatter
 from attention.capabilities import Capabilities, HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, RaggedMetadata
 
@@ -59,9 +59,14 @@ class RaggedBackend(ABC):
         self._rows: list[RaggedRows] = []
 
     def write(
-        self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        scales: Scales | None = None,
     ) -> None:
-        scatter(key, value, cache, slots)
+        scatter(key, value, cache, slots, scales)
 
     def attend(
         self,
@@ -69,10 +74,11 @@ class RaggedBackend(ABC):
         cache: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
         window: int | None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         if metadata is not self._seen:  # the first layer of a step derives what all layers use
             self._seen, self._rows = metadata, ragged_rows(metadata, self.one_call)
-        parts = [self._call(query[rows.tokens], cache, rows, window) for rows in self._rows]
+        parts = [self._call(query[rows.tokens], cache, rows, window, scales) for rows in self._rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @abstractmethod
@@ -82,6 +88,7 @@ class RaggedBackend(ABC):
         cache: tuple[torch.Tensor, torch.Tensor],
         rows: RaggedRows,
         window: int | None,
+        scales: Scales | None,
     ) -> torch.Tensor:
         """query: [tokens of rows, num_q_heads, head_dim] -> the same shape. window: keys seen, the query's own too."""
 

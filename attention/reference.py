@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.cache import scatter
+from attention.cache import Scales, scatter
 from attention.capabilities import Capabilities, HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 
@@ -24,12 +24,17 @@ class ReferenceBackend:
     @classmethod
     def on(cls, device: torch.device) -> Capabilities:
         # A captured step would always gather the longest context there may be, so it is better not captured.
-        return Capabilities(soft_cap=True, alibi=True)
+        return Capabilities(soft_cap=True, alibi=True, cache_dtypes=(torch.float8_e4m3fn, torch.float8_e5m2))
 
     def write(
-        self, key: torch.Tensor, value: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        scales: Scales | None = None,
     ) -> None:
-        scatter(key, value, cache, slots)
+        scatter(key, value, cache, slots, scales)
 
     def attend(
         self,
@@ -37,13 +42,15 @@ class ReferenceBackend:
         cache: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
         window: int | None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
+        scales = scales or Scales()
         out = torch.empty_like(query)
         split = metadata.num_prefill_tokens
         if metadata.prefill:
-            self._prefill(query[:split], cache, metadata.prefill, window, out[:split])
+            self._prefill(query[:split], cache, metadata.prefill, window, scales, out[:split])
         if metadata.decode:
-            self._decode(query[split:], cache, metadata.decode, window, out[split:])
+            self._decode(query[split:], cache, metadata.decode, window, scales, out[split:])
         return out
 
     def _prefill(
@@ -52,11 +59,12 @@ class ReferenceBackend:
         cache: tuple[torch.Tensor, torch.Tensor],
         part: PrefillMetadata,
         window: int | None,
+        scales: Scales,
         out: torch.Tensor,
     ) -> None:
         start = 0
         for row, (query_len, seq_len) in enumerate(zip(part.query_lens, part.seq_lens, strict=True)):
-            keys, values = (_gather(pages, part.block_table[row : row + 1], seq_len) for pages in cache)
+            keys, values = _gather(cache, part.block_table[row : row + 1], seq_len, scales)
             positions = torch.arange(seq_len - query_len, seq_len, device=query.device).unsqueeze(0)
             for first in range(0, query_len, QUERY_TILE):
                 tile = slice(start + first, start + min(first + QUERY_TILE, query_len))
@@ -70,9 +78,10 @@ class ReferenceBackend:
         cache: tuple[torch.Tensor, torch.Tensor],
         part: DecodeMetadata,
         window: int | None,
+        scales: Scales,
         out: torch.Tensor,
     ) -> None:
-        keys, values = (_gather(pages, part.block_table, part.max_seq_len) for pages in cache)
+        keys, values = _gather(cache, part.block_table, part.max_seq_len, scales)
         positions = (part.context_lens - 1).unsqueeze(1)
         distance = _distance(positions, part.max_seq_len)
         out.copy_(self._softmax_attention(query.unsqueeze(1), keys, values, distance, window)[:, 0])
@@ -92,7 +101,7 @@ class ReferenceBackend:
         # Query heads of a group stand side by side as rows of one product with their key/value head.
         q = query.float().view(batch, query_len, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(batch, kv_heads, group * query_len, head_dim)
-        k, v = (x.float().transpose(1, 2) for x in (keys, values))
+        k, v = (x.transpose(1, 2) for x in (keys, values))
         scores = (q @ k.transpose(2, 3)).mul_(self.scale).view(batch, kv_heads, group, query_len, -1)
         if self.layout.soft_cap is not None:
             scores.div_(self.layout.soft_cap).tanh_().mul_(self.layout.soft_cap)
@@ -107,10 +116,17 @@ class ReferenceBackend:
         return attended.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
-def _gather(pages: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
-    """pages [blocks, block_size, kv_heads, D], block_table [B, n] -> [B, length, kv_heads, D]."""
-    needed = -(-length // pages.shape[1])
-    return pages[block_table[:, :needed].long()].flatten(1, 2)[:, :length]
+def _gather(
+    cache: tuple[torch.Tensor, torch.Tensor], block_table: torch.Tensor, length: int, scales: Scales
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages [blocks, block_size, kv_heads, D], block_table [B, n] -> keys and values [B, length, kv_heads, D], fp32."""
+    needed = -(-length // cache[0].shape[1])
+    blocks = block_table[:, :needed].long()
+    found = []
+    for pages, scale in zip(cache, (scales.key, scales.value), strict=True):
+        taken = pages[blocks].flatten(1, 2)[:, :length].float()
+        found.append(taken if scale == 1 else taken * scale)
+    return tuple(found)
 
 
 def _distance(positions: torch.Tensor, length: int) -> torch.Tensor:

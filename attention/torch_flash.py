@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attention.backend import BackendError
+from attention.cache import Scales
 from attention.capabilities import Capabilities, HeadLayout
 from attention.ragged import FLASH2_PAGES, FLASH2_REASON, RaggedBackend, RaggedRows, unusable_device
 
@@ -69,6 +70,7 @@ class TorchFlashBackend(RaggedBackend):
         cache: tuple[torch.Tensor, torch.Tensor],
         rows: RaggedRows,
         window: int | None,
+        scales: Scales | None,
     ) -> torch.Tensor:
         if not self._kernel.paged:
             return self._call_copied(query, cache, rows, window)

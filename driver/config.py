@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.limits import POLICIES, Limits
-from workers.spec import DTYPES, QUANTIZATIONS
+from workers.spec import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 
 EXECUTORS = ("auto", "inline", "ray")
 DEVICES = ("auto", "cpu", "cuda")
@@ -44,7 +44,11 @@ class EngineConfig:
     attention_backend: a backend's name, or `auto`.
     attention_calls: `one` call for a step's prefill and decode rows together, `two` for each apart, or `auto`.
     enforce_eager: launch every step anew instead of replaying captured CUDA graphs.
+    fused_kernels: use the Triton kernels on CUDA, where Triton is installed.
+    symmetric_memory: add up small tensors between GPUs of one node through torch's symmetric memory, NCCL the others.
     async_depth: steps in flight at once; 0 or 1 waits for each step's tokens before the next is planned.
+    kv_cache_dtype: `fp8` (`fp8_e4m3`) or `fp8_e5m2` halves the KV cache where the attention backend can read it; `auto`
+        keeps keys and values in the model's dtype.
     kv_cache_gib: memory for each rank's KV cache in GiB; None means 2 on CPU and what is left on a GPU.
     num_kv_blocks: exact number of KV blocks instead.
     gpu_memory_utilization: share of each GPU's memory to use, in (0, 1].
@@ -77,7 +81,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     attention_calls: str = "auto"
     enforce_eager: bool = False
+    fused_kernels: bool = True
+    symmetric_memory: bool = True
     async_depth: int = 2
+    kv_cache_dtype: str = "auto"
     kv_cache_gib: float | None = None
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -95,6 +102,7 @@ class EngineConfig:
             ("executor", EXECUTORS),
             ("device", DEVICES),
             ("dtype", ("auto", *DTYPES)),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("quantization", (None, *QUANTIZATIONS)),
             ("policy", POLICIES),
             ("attention_calls", ATTENTION_CALLS),
@@ -124,7 +132,7 @@ class EngineConfig:
             self._check_positive(name, high)
         if self.trace_steps is not None and not isinstance(self.trace_steps, str):
             raise ConfigError(f"trace_steps must be a path, got {self.trace_steps!r}")
-        for name in ("chunked_prefill", "prefix_caching", "enforce_eager"):
+        for name in ("chunked_prefill", "prefix_caching", "enforce_eager", "fused_kernels", "symmetric_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.target_tbt_ms is not None and not self.chunked_prefill:

@@ -6,7 +6,7 @@ import argparse
 
 from driver.config import ATTENTION_CALLS, DEVICES, EXECUTORS, MAX_ASYNC_DEPTH, EngineConfig
 from scheduler.limits import POLICIES
-from workers.spec import DTYPES, QUANTIZATIONS
+from workers.spec import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 
 
 def add_engine_options(
@@ -37,6 +37,12 @@ def add_engine_options(
         help="share computed KV blocks among requests with equal beginnings",
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="of stored keys and values; auto: the model's own. fp8 halves the KV cache (flash_attn 3, reference)",
+    )
+    group.add_argument(
         "--kv-cache-gib",
         type=float,
         metavar="GIB",
@@ -64,6 +70,18 @@ def add_engine_options(
     )
     group.add_argument(
         "--enforce-eager", action="store_true", help="launch every step anew instead of replaying captured CUDA graphs"
+    )
+    group.add_argument(
+        "--fused-kernels",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the Triton kernels on cuda, where Triton is installed",
+    )
+    group.add_argument(
+        "--symmetric-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="add up small tensors between GPUs of one node through torch's symmetric memory, where it can be had",
     )
     group.add_argument("--trace-steps", metavar="FILE", help="write a record of every step, as JSON lines")
     group.add_argument(

@@ -180,8 +180,11 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
             attention_backend=config.attention_backend,
             attention_calls=config.attention_calls,
             enforce_eager=config.enforce_eager,
+            fused_kernels=None if config.fused_kernels else False,
             quantization=config.quantization,
             end_token_ids=tuple(sorted(model.end_token_ids)),
+            symmetric_memory=config.symmetric_memory,
+            kv_cache_dtype=config.kv_cache_dtype,
             block_size=config.block_size,
             num_rows=limits.num_rows,
             max_model_len=model.max_model_len,
@@ -200,15 +203,26 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
 def _report(model: Model, ready: list[WorkerReady], block_size: int) -> None:
     for worker in ready:
         logger.info(
-            "rank %d: weights %.0f MiB, KV cache up to %.0f MiB, attention %s, collectives %s, peak RSS %.0f MiB",
+            "rank %d: weights %.0f MiB, activations %.0f MiB, graphs %.0f MiB, KV cache up to %.0f MiB, attention %s, "
+            "collectives %s, peak RSS %.0f MiB",
             worker.rank,
             worker.weight_bytes / 2**20,
+            worker.activation_bytes / 2**20,
+            worker.graph_bytes / 2**20,
             worker.cache_bytes / 2**20,
             worker.backend,
             worker.transport,
             worker.peak_rss_bytes / 2**20,
         )
     capacity = ready[0].num_blocks * block_size
+    per_request = -(-model.max_model_len // block_size)
+    logger.info(
+        "the KV cache holds %d blocks of %d tokens: %d requests of full length, %d tokens each, fit at once",
+        ready[0].num_blocks,
+        block_size,
+        ready[0].num_blocks // per_request,
+        model.max_model_len,
+    )
     if capacity < model.max_model_len:
         logger.warning(
             "the KV cache holds %d tokens, fewer than the model's context of %d; longer requests will be refused "

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.shared_memory import SharedMemory, open_shared_memory
+from parallel.symmetric import SymmetricSums, TorchPeers, open_symmetric
 
 
 class GroupError(RuntimeError):
@@ -26,6 +27,7 @@ class TensorParallelGroup:
     """A process group whose ranks run the same steps in lockstep. With one rank, every collective is the identity.
 
     shared: the ranks' shared memory, when all of them are CPU ranks on one host.
+    symmetric: what adds up small tensors of GPUs on one host; NCCL adds up the others.
     """
 
     def __init__(
@@ -34,23 +36,28 @@ class TensorParallelGroup:
         size: int = 1,
         group: dist.ProcessGroup | None = None,
         shared: SharedMemory | None = None,
+        symmetric: SymmetricSums | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self._group = group
-        self.shared = shared
+        self.shared, self.symmetric = shared, symmetric
 
     @property
     def transport(self) -> str:
         """What carries the collectives, for the log."""
         if self.size == 1:
             return "none"
-        return "shared memory" if self.shared else dist.get_backend(self._group)
+        if self.shared:
+            return "shared memory"
+        return dist.get_backend(self._group) + (" and symmetric memory" if self.symmetric else "")
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` over all ranks, in place."""
         if self.shared is not None:
             return self.shared.all_reduce(tensor)
+        if self.symmetric is not None and self.symmetric.takes(tensor):
+            return self.symmetric.all_reduce(tensor)
         if self.size > 1:
             self._run(dist.all_reduce, tensor)
         return tensor
@@ -88,12 +95,13 @@ class TensorParallelGroup:
         """Goes on as `other`, a group of the same rank and size that was just joined."""
         if (other.rank, other.size) != (self.rank, self.size):
             raise GroupError(f"rank {self.rank} of {self.size} cannot go on as rank {other.rank} of {other.size}")
-        self._group, self.shared = other._group, other.shared
+        self._group, self.shared, self.symmetric = other._group, other.shared, other.symmetric
 
     def close(self) -> None:
         if self.shared is not None:
             self.shared.close()
             self.shared = None
+        self.symmetric = None
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -133,9 +141,17 @@ def join_store(host: str, port: int, size: int, timeout_seconds: float) -> dist.
 
 
 def join_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, node_ip: str, timeout_seconds: float
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    node_ip: str,
+    timeout_seconds: float,
+    symmetric_memory: bool = True,
 ) -> TensorParallelGroup:
     """Joins the group: NCCL for CUDA tensors, Gloo on CPU, both on the interface that has `node_ip`.
+
+    symmetric_memory: use it for small sums of CUDA tensors where it can be had.
 
     Raises GroupError when the ranks do not meet in time, or when two of them sit on one GPU.
     """
@@ -161,6 +177,10 @@ def join_group(
         shared = open_shared_memory(store, rank, size, timeout_seconds) if device.type == "cpu" else None
         if group.smallest(int(shared is not None), device):
             group = TensorParallelGroup(rank, size, dist.group.WORLD, shared)
+        if backend == "nccl" and symmetric_memory and size > 1:
+            map_peers = lambda: TorchPeers(dist.group.WORLD, device)  # noqa: E731
+            smallest = lambda value: group.smallest(value, device)  # noqa: E731
+            group.symmetric = open_symmetric(map_peers, smallest, rank, size, node_ip, device, store)
     except (RuntimeError, ValueError) as error:
         advice = nccl_advice(name) if backend == "nccl" else ""
         raise GroupError(
@@ -204,7 +224,12 @@ def nccl_advice(interface: str) -> str:
         for b in range(a)
         if not torch.cuda.can_device_access_peer(a, b)
     ]
-    peers = f" GPUs {', '.join(missing_peers)} have no peer access: NCCL_P2P_DISABLE=1." if missing_peers else ""
+    if missing_peers:
+        peers = f" GPUs {', '.join(missing_peers)} have no peer access: NCCL_P2P_DISABLE=1."
+    elif torch.cuda.device_count() == 1:  # as every worker sees its own GPU alone
+        peers = " Where GPUs have no peer access (`nvidia-smi topo -p2p r` shows it), set NCCL_P2P_DISABLE=1."
+    else:
+        peers = ""
     return (
         f".{peers} If {interface} does not reach the other nodes, set NCCL_SOCKET_IFNAME (now "
         f"{os.environ.get('NCCL_SOCKET_IFNAME', 'unset')}) and GLOO_SOCKET_IFNAME to the interface that does, on every "

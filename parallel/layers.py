@@ -95,7 +95,7 @@ class Matrix(nn.Module):
                     f"tensor {name!r} in {checkpoint.folder} is {weight.dtype} without scales; "
                     "use the unquantised checkpoint"
                 )
-            self.weight[rows].copy_(weight)
+            checkpoint.copy(weight, self.weight[rows])
             return
         deciding = self.quantization.deciding(inputs, shape[1])
         try:
@@ -106,8 +106,8 @@ class Matrix(nn.Module):
             self.scales = _empty(self.outputs, *scales.shape[1:], dtype=scales.dtype, device=self.weight.device)
         self.begun = inputs.start - deciding.start if self.quantization.group else 0
         first = inputs.start - deciding.start
-        self.weight[rows].copy_(codes[:, first : first + self.inputs])
-        self.scales[rows].copy_(scales)
+        checkpoint.copy(codes[:, first : first + self.inputs], self.weight[rows])
+        checkpoint.copy(scales, self.scales[rows])
 
     def _read_stored(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range, start: int
@@ -126,8 +126,8 @@ class Matrix(nn.Module):
         if codes.dtype != torch.int8:
             raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} has scales, but is {codes.dtype}, not int8")
         rows = slice(start, start + len(outputs))
-        self.weight[rows].copy_(codes)
-        self.scales[rows].copy_(checkpoint.read(f"{name}_scale", (shape[0], 1), {0: outputs})[:, 0])
+        checkpoint.copy(codes, self.weight[rows])
+        checkpoint.copy(checkpoint.read(f"{name}_scale", (shape[0], 1), {0: outputs})[:, 0], self.scales[rows])
 
     def plain(self) -> torch.Tensor:
         """The weight as numbers [outputs, inputs], of a matrix that no other products have adopted."""
@@ -178,7 +178,7 @@ class ColumnParallelLinear(nn.Module):
             shape = (size, self.in_features)
             self.matrix.read(checkpoint, f"{name}.weight", shape, outputs, range(self.in_features), start)
             if self.bias is not None:
-                self.bias[start:stop].copy_(checkpoint.read(f"{name}.bias", (size,), {0: outputs}))
+                checkpoint.copy(checkpoint.read(f"{name}.bias", (size,), {0: outputs}), self.bias[start:stop])
             start = stop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ class RowParallelLinear(nn.Module):
         shape = (self.out_features, self.in_features)
         self.matrix.read(checkpoint, f"{self.name}.weight", shape, range(self.out_features), self.inputs)
         if self.bias is not None:
-            self.bias.copy_(checkpoint.read(f"{self.name}.bias", (self.out_features,)))
+            checkpoint.copy(checkpoint.read(f"{self.name}.bias", (self.out_features,)), self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.group.all_reduce(self.matrix(x))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from parallel.upload import Upload
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -24,8 +27,10 @@ class Checkpoint:
     Raises CheckpointError for a folder without safetensors, an index that names a missing file, or a damaged file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, upload: Upload | None = None) -> None:
+        """upload: what brings tensors to a device; None copies them."""
         self.folder = folder
+        self._upload = upload
         self._stack = ExitStack()
         self._files = {}
         self._unread: set[str] = set()
@@ -45,7 +50,7 @@ class Checkpoint:
         return name in self._files
 
     def read(self, name: str, shape: tuple[int, ...], cut: dict[int, range] | None = None) -> torch.Tensor:
-        """A copy of one tensor, cut along the given dimensions, in the dtype of the file.
+        """One tensor, cut along the given dimensions, in the dtype of the file, and mapped: only what is used is read.
 
         shape: what the whole tensor must be. Raises CheckpointError when it is missing or has another shape.
         """
@@ -67,8 +72,27 @@ class Checkpoint:
         self._unread.discard(name)
         return tensor
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Fills `target` with what was read, maybe on another device, where it may arrive later; see finish."""
+        if self._upload is None or target.device.type == "cpu":
+            target.copy_(source)
+        else:
+            self._upload.copy(source, target)
+
+    def read_scalar(self, name: str) -> float:
+        """A tensor of one number, of any dtype and number of dimensions. Raises CheckpointError for any other."""
+        file, path = self._files[name]
+        shape = tuple(file.get_slice(name).get_shape())
+        if math.prod(shape) != 1:
+            raise CheckpointError(f"tensor {name!r} in {path} has shape {shape}, a single number is needed")
+        self._unread.discard(name)
+        return float(file.get_tensor(name))
+
     def finish(self, ignorable: Iterable[str] = ()) -> None:
-        """Raises CheckpointError when tensors were left unread, other than those whose name ends with an ignorable."""
+        """Waits for what is on its way to a device. Raises CheckpointError when tensors were left unread, other than
+        those whose name ends with an ignorable."""
+        if self._upload is not None:
+            self._upload.finish()
         left = sorted(name for name in self._unread if not name.endswith(tuple(ignorable)))
         if left:
             raise CheckpointError(f"{self.folder} holds tensors that the model does not use: {_some(left)}")

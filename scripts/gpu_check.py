@@ -5,7 +5,11 @@
     tokens      a whole engine's tokens on the GPU against the CPU's, in fp32, and against `reference` in bf16
     graphs      replayed steps against launched ones
     shards      two ranks on this one GPU over Gloo against one rank
-    timings     decode steps and prefill of a Llama-3-8B-shaped model beside the roofline of what the GPU was seen to do
+    timings     decode steps and prefill of a Llama-3-8B-shaped model beside the roofline of what the GPU was seen to
+                do, and mixed steps with one call of the attention backend and with two
+    serving     the same model under mixed load with and without chunked prefill: time between tokens, and how much of
+                a step is the device's and how much the host's
+    peers       sums of two processes on this one GPU through symmetric memory
 
 Each part is carried out even if another failed; exit code 1 when one did. Nothing that did not run counts as passed.
 """
@@ -25,8 +29,14 @@ from typing import Any
 
 import torch
 
-from scripts import gpu_check_parts as parts
-from scripts.gpu_check_timings import measure
+from scripts.gpu_check_missing import do_without
+
+MISSING = do_without()  # before anything of ours is imported
+
+from scripts import gpu_check_parts as parts  # noqa: E402
+from scripts.gpu_check_peers import check_peers  # noqa: E402
+from scripts.gpu_check_serving import serve  # noqa: E402
+from scripts.gpu_check_timings import measure  # noqa: E402
 
 LIMIT_SECONDS = 8 * 60
 
@@ -45,6 +55,8 @@ PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "graphs": parts.check_graphs,
     "shards": parts.check_shards,
     "timings": measure,
+    "serving": serve,
+    "peers": check_peers,
 }
 
 
@@ -89,7 +101,12 @@ def run_part(name: str, settings: Settings, seconds_left: float) -> dict[str, An
 
 
 def machine(settings: Settings) -> dict[str, Any]:
-    found = {"torch": torch.__version__, "python": sys.version.split()[0], "device": str(settings.device)}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "device": str(settings.device),
+    }
+    found["missing"] = MISSING
     if settings.device.type == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -111,6 +128,7 @@ def draw(report: dict[str, Any], out: Path) -> None:
         import matplotlib.pyplot as plt
     except ImportError:
         return
+    draw_serving(report["parts"].get("serving", {}).get("gaps_ms", {}), out, plt)
     for name, unit in (("decode", "ms per step"), ("prefill", "tokens/s")):
         rows = timings.get(name, [])
         if not rows:
@@ -125,6 +143,23 @@ def draw(report: dict[str, Any], out: Path) -> None:
         figure.tight_layout()
         figure.savefig(out / f"gpu_check_{name}.png", dpi=120)
         plt.close(figure)
+
+
+def draw_serving(gaps: dict[str, list[float]], out: Path, plt: Any) -> None:
+    """How large the gaps between a stream's tokens were, with and without chunked prefill."""
+    if not gaps:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, values in gaps.items():
+        ordered = sorted(values)
+        axes.plot(ordered, [(at + 1) / len(ordered) for at in range(len(ordered))], label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel("time between tokens, ms")
+    axes.set_ylabel("share of tokens")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "gpu_check_serving.png", dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

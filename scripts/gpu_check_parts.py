@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from attention.backend import Backend, BackendError, make_backend
+from attention.cache import Scales
 from attention.capabilities import Demand
 from attention.flash import FlashAttnBackend, Kernels
 from attention.torch_flash import TorchFlashBackend, TorchKernel
@@ -31,6 +32,7 @@ from workers.graphs import CudaGraphMaker, GraphMaker
 from workers.runner import ModelRunner
 from workers.spec import WorkerSpec
 
+FP8_SCALES = Scales(key=0.05, value=0.02, query=0.1)
 NUM_BLOCKS, MAX_LEN, BUDGET, ROWS = 24, 512, 48, 6
 STAND_INS: dict[str, Callable[..., Backend]] = {
     "torch_flash": lambda layout, scale, calls="auto": TorchFlashBackend(
@@ -55,6 +57,9 @@ def build_backend(name: str, layout: Any, scale: float, demand: Demand, calls: s
 class RandomWeights:
     """In place of a checkpoint: every tensor from its name alone, so that ranks and devices get the same model."""
 
+    def __contains__(self, name: str) -> bool:
+        return not name.endswith("_scale")  # nothing is quantised
+
     def read(self, name: str, shape: tuple[int, ...], cut: dict[int, range] | None = None) -> torch.Tensor:
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         if "norm" in name:
@@ -67,6 +72,9 @@ class RandomWeights:
         for dim, taken in (cut or {}).items():
             tensor = tensor.narrow(dim, taken.start, len(taken))
         return tensor
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         pass
@@ -188,10 +196,33 @@ def check_backends(settings: Any) -> dict[str, Any]:
             errors[key] = max(errors.get(key, 0.0), error)
             if not error <= {torch.float32: 1e-4, torch.float16: 5e-3}.get(dtype, 3e-2):
                 problems.append(f"{key}: off by {error:.3g} on {case}")
+    problems += _check_fp8(settings, errors, absent)
     tested = sorted({key.split()[0] for key in errors})
     if not tested:
         problems.append("no FlashAttention backend could be tested")
     return {"problems": problems, "largest_error": errors, "tested": tested, "absent": absent}
+
+
+def _check_fp8(settings: Any, errors: dict[str, float], absent: dict[str, str]) -> list[str]:
+    """A cache in fp8 where FlashAttention 3 is; its kernels round the weights of the values to fp8 too."""
+    problems = []
+    for case in _cases(settings.full) if settings.full else [Case(((3, 3), (2, 259)), (14, 300), head_dim=16)]:
+        demand = Demand(dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, window=case.window is not None)
+        try:
+            if settings.full:
+                backend = make_backend("flash_attn", case.layout, case.scale, settings.device, demand)
+            else:
+                kernels = Kernels(3, contracts.flash_attn_3_with_kvcache)
+                backend = FlashAttnBackend(case.layout, case.scale, kernels=kernels)
+        except BackendError as error:
+            absent["flash_attn fp8"] = str(error)
+            break
+        batch = Batch(case, torch.bfloat16, FP8_SCALES).to(settings.device)
+        error = float((batch.run(backend).float() - batch.expected().float()).abs().max())
+        errors["flash_attn fp8"] = max(errors.get("flash_attn fp8", 0.0), error)
+        if not error <= 0.15:
+            problems.append(f"flash_attn with a cache in fp8: off by {error:.3g} on {case}")
+    return problems
 
 
 def _cases(full: bool) -> list[Case]:
@@ -213,9 +244,10 @@ def check_tokens(settings: Any) -> dict[str, Any]:
     expected = tiny_tokens(torch.device("cpu"), "float32")
     problems, shares = [], {}
     if settings.full:
-        shares["float32"] = agreement(tiny_tokens(settings.device, "float32"), expected)
-        if shares["float32"] < 1:
-            problems.append(f"fp32 tokens differ from the CPU's: {shares['float32']:.2f} agree")
+        for way, fused in (("float32", False), ("float32 with fused kernels", None)):
+            shares[way] = agreement(tiny_tokens(settings.device, "float32", fused_kernels=fused), expected)
+            if shares[way] < 1:
+                problems.append(f"{way}: only {shares[way]:.2f} of the tokens are the CPU's")
         bf16 = tiny_tokens(settings.device, "bfloat16")
         for name in STAND_INS:
             try:

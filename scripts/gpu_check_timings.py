@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.backend import make_backend
+from attention.backend import BackendError, make_backend
 from attention.capabilities import Demand, HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from attention.torch_flash import TorchFlashBackend
@@ -32,6 +32,7 @@ def measure(settings: Any) -> dict[str, Any]:
         "matrix_tflops": rate / 1e12,
         "decode": [],
         "prefill": [],
+        "mixed": [],
     }
     arch, context, chunk = (LLAMA_3_8B, CONTEXT, CHUNK) if settings.full else (TINY, 40, 32)
     dtype = "bfloat16" if settings.full else "float32"
@@ -40,7 +41,7 @@ def measure(settings: Any) -> dict[str, Any]:
     per_row = -(-(context + 1) // block)
     rows = [count for count in rows if not settings.full or _fits(arch, count * per_row * block, device)]
     blocks = max(rows) * per_row + -(-2 * chunk // block)
-    runner = _runner(arch, device, dtype, rows[-1], chunk, blocks, block, settings.full)
+    runner = random_runner(arch, device, dtype, rows[-1], chunk, blocks, block, settings.full)
     found["backend"] = runner.backend.name
     weights = sum(p.numel() * p.element_size() for p in runner.model.parameters())
     read = weights - runner.model.embed.matrix.weight.nbytes
@@ -55,8 +56,9 @@ def measure(settings: Any) -> dict[str, Any]:
             seconds = _time(lambda f=forward: runner.model.head(f()), device)
             found["decode"].append({"name": f"{count} rows {way}", "measured": seconds * 1e3, "roofline": roofline})
         found["decode"] += _other_ways(runner, inputs, count, roofline, device)
+    found["mixed"] = _mixed(runner, rows[-1], context, min(chunk, 512), per_row, block, device, settings.full)
     head = runner.model.head.matrix.weight.numel()  # a chunk's tokens, but for the last, need no logits
-    parameters = read / runner.cache_shape.dtype.itemsize - head
+    parameters = read / runner.dtype.itemsize - head
     metadata = _chunk(chunk, block, device)
     tokens = torch.arange(chunk, device=device) % arch.vocab_size
     seconds = _time(lambda: runner._forward(tokens, torch.arange(chunk, device=device), metadata), device)
@@ -83,9 +85,44 @@ def _other_ways(
     ]
 
 
-def _runner(
+def _mixed(
+    runner: ModelRunner,
+    count: int,
+    context: int,
+    chunk: int,
+    per_row: int,
+    block: int,
+    device: torch.device,
+    full: bool,
+) -> list[dict[str, Any]]:
+    """A step of `count` decodes and a chunk, launched: one call of the attention backend for all rows, and two."""
+    decodes, prompt = _decodes(count, context, per_row, block, device), _chunk(chunk, block, device)
+    decode = decodes.metadata.decode
+    slots = torch.cat((prompt.slot_mapping, decodes.metadata.slot_mapping))
+    metadata = AttentionMetadata(slots, block, prompt.prefill, decode)
+    positions = torch.cat((torch.arange(chunk, device=device), decodes.positions))
+    tokens = torch.arange(len(positions), device=device) % 301
+    kept, rows = runner.backend, []
+    for calls in ("one", "two"):
+        try:
+            if full:
+                layout, demand = kept.layout, Demand(dtype=runner.dtype, block_size=block)
+                runner.backend = make_backend(kept.name, layout, kept.scale, device, demand, calls)
+            elif calls == "one":
+                raise BackendError("the reduced form runs on reference, which makes two")
+        except BackendError as error:
+            rows.append({"name": f"{count} rows and a chunk of {chunk}, {calls}", "absent": str(error)})
+            continue
+        seconds = _time(lambda: runner._forward(tokens, positions, metadata), device)
+        rows.append({"name": f"{count} rows and a chunk of {chunk}, {calls}", "measured": seconds * 1e3})
+    runner.backend = kept
+    return rows
+
+
+def random_runner(
     arch: Any, device: torch.device, dtype: str, rows: int, chunk: int, blocks: int, block: int, full: bool
 ) -> ModelRunner:
+    """A model of random weights and a cache of random keys; on a GPU with what `auto` takes, and captured."""
     sizes = {"num_rows": rows, "max_num_batched_tokens": chunk, "max_model_len": 2 * chunk, "block_size": block}
     name = "reference"
     if full:

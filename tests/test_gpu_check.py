@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("backends", "tokens", "graphs", "shards", "timings")
+PARTS = ("backends", "tokens", "graphs", "shards", "timings", "serving", "peers")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,33 @@ def test_every_part_passes_on_cpu(run: tuple[subprocess.CompletedProcess[str], P
     assert parts["graphs"]["backends"]["reference"]["replays"]
     assert [row["name"] for row in parts["timings"]["decode"]] == ["1 rows launched", "4 rows launched"]
     assert all(row["measured"] > 0 for kind in ("decode", "prefill") for row in parts["timings"][kind])
-    assert (out / "gpu_check_decode.png").is_file()
+    assert [row["name"].split(", ")[1] for row in parts["timings"]["mixed"]] == ["one", "two"]
+    assert "flash_attn fp8" in parts["backends"]["largest_error"]
+    for way in ("chunked prefill", "whole prompts"):
+        assert parts["serving"]["tbt_ms"][way]["longest"] >= parts["serving"]["tbt_ms"][way]["p50"] > 0
+        assert all(step["step"] > 0 for step in parts["serving"]["steps_ms"][way].values())
+    assert "mixed" in parts["serving"]["steps_ms"]["chunked prefill"]
+    for name in ("decode", "serving"):
+        assert (out / f"gpu_check_{name}.png").is_file()
+
+
+def test_torch_and_numpy_are_enough(tmp_path: Path) -> None:
+    """What is installed here besides is hidden."""
+    hidden = ("llguidance", "msgpack", "safetensors", "psutil", "zmq", "ray", "transformers", "tokenizers", "fastapi")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {hidden!r}:\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--cpu", "--out", str(tmp_path / "out")]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}", "HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert report["machine"]["missing"] == list(hidden[:4])
 
 
 def test_without_a_gpu_the_full_form_says_so_and_passes_nothing(tmp_path: Path) -> None:

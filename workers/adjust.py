@@ -16,6 +16,7 @@ import torch
 from scheduler.plan import Admission, Extras
 from workers.grammar import GuideMaker
 from workers.guides import GuideState
+from workers.inputs import to_device
 from workers.penalties import Penalties
 
 
@@ -74,7 +75,7 @@ class Adjustments:
 
     def _follow(self, scores: torch.Tensor, guide: GuideState, may_end: bool) -> None:
         allowed = guide.allowed(self.vocab_size, may_end)[self.own_ids.start : self.own_ids.stop]
-        scores.masked_fill_(torch.from_numpy(~allowed).to(self.device), float("-inf"))
+        scores.masked_fill_(to_device(~allowed, self.device), float("-inf"))
 
     def count(self, tokens: torch.Tensor, asking: Asking) -> None:
         """Takes in the step's sampled tokens, [s] int64, without waiting for them."""
@@ -95,11 +96,11 @@ class Adjustments:
         return AdjustedRow(
             extras,
             self._places([extras.bias_ids[at] for at in own]),
-            torch.tensor([extras.biases[at] for at in own], dtype=torch.float32, device=self.device),
+            to_device(np.array([extras.biases[at] for at in own], np.float32), self.device),
             self._places([token_id for token_id in extras.end_ids if token_id in self.own_ids]),
             penalties,
             guide,
         )
 
     def _places(self, token_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([i - self.own_ids.start for i in token_ids], dtype=torch.int64, device=self.device)
+        return to_device(np.array([i - self.own_ids.start for i in token_ids], np.int64), self.device)

@@ -210,6 +210,6 @@ def capture_refusal(device: torch.device, capability: str, transport: str, enfor
         return f"graphs are for CUDA devices, not for {device.type}"
     if capability == "none":
         return "the attention backend cannot be captured"
-    if transport not in ("none", "nccl"):
+    if transport not in ("none", "nccl", "nccl and symmetric memory"):
         return f"collectives over {transport} cannot be captured"
     return None

@@ -41,9 +41,9 @@ def build_inputs(plan: StepPlan, rows: Rows, last_tokens: torch.Tensor, device: 
     slots = blocks * block_size + positions % block_size
 
     prompt = [rows.tokens[c.row][c.start : c.start + c.length] for c in plan.chunks]
-    token_ids = _to(np.concatenate(prompt) if prompt else np.empty(0, np.int64), device)
+    token_ids = to_device(np.concatenate(prompt) if prompt else np.empty(0, np.int64), device)
     if len(decoding):
-        token_ids = torch.cat((token_ids, last_tokens[_to(decoding, device)]))
+        token_ids = torch.cat((token_ids, last_tokens[to_device(decoding, device)]))
 
     ends = np.cumsum([c.length for c in plan.chunks], dtype=np.int64)
     sampling = np.array([c.sample for c in plan.chunks], bool)
@@ -51,14 +51,14 @@ def build_inputs(plan: StepPlan, rows: Rows, last_tokens: torch.Tensor, device: 
     sampled_tokens = np.concatenate([ends[sampling] - 1, num_prefill + np.arange(len(decoding))]).astype(np.int64)
     return StepInputs(
         token_ids=token_ids,
-        positions=_to(positions, device),
+        positions=to_device(positions, device),
         metadata=AttentionMetadata(
-            slot_mapping=_to(slots, device),
+            slot_mapping=to_device(slots, device),
             block_size=block_size,
             prefill=_prefill(plan, rows, ends, device) if plan.chunks else None,
             decode=_decode(rows, device) if len(decoding) else None,
         ),
-        sampled_tokens=_to(sampled_tokens, device),
+        sampled_tokens=to_device(sampled_tokens, device),
         sampled_rows=token_rows[sampled_tokens],
         next_positions=positions[sampled_tokens] + 1,
     )
@@ -68,9 +68,9 @@ def _prefill(plan: StepPlan, rows: Rows, ends: np.ndarray, device: torch.device)
     seq_lens = [chunk.start + chunk.length for chunk in plan.chunks]
     width = -(-max(seq_lens) // rows.block_size)
     return PrefillMetadata(
-        query_start_loc=_to(np.concatenate([[0], ends]).astype(np.int32), device),
-        context_lens=_to(np.array(seq_lens, np.int32), device),
-        block_table=_to(rows.block_table[[chunk.row for chunk in plan.chunks], :width], device),
+        query_start_loc=to_device(np.concatenate([[0], ends]).astype(np.int32), device),
+        context_lens=to_device(np.array(seq_lens, np.int32), device),
+        block_table=to_device(rows.block_table[[chunk.row for chunk in plan.chunks], :width], device),
         query_lens=[chunk.length for chunk in plan.chunks],
         seq_lens=seq_lens,
     )
@@ -80,12 +80,13 @@ def _decode(rows: Rows, device: torch.device) -> DecodeMetadata:
     seq_lens = rows.computed[rows.decoding] + 1
     width = -(-int(seq_lens.max()) // rows.block_size)
     return DecodeMetadata(
-        context_lens=_to(seq_lens.astype(np.int32), device),
-        block_table=_to(rows.block_table[rows.decoding, :width], device),
+        context_lens=to_device(seq_lens.astype(np.int32), device),
+        block_table=to_device(rows.block_table[rows.decoding, :width], device),
         max_seq_len=int(seq_lens.max()),
     )
 
 
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, or on CPU the array itself. Through pinned memory, so that the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

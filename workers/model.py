@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=shard.dtype, device=shard.device), requires_grad=False)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        self.weight.copy_(checkpoint.read(f"{self.name}.weight", tuple(self.weight.shape)))
+        checkpoint.copy(checkpoint.read(f"{self.name}.weight", tuple(self.weight.shape)), self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.norm(x, self.weight, self.eps)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+
+MakeNoise = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # as gumbel_noise does
 
 _MASK32 = 0xFFFFFFFF
 

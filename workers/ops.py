@@ -1,16 +1,24 @@
-"""The small operations of a decoder: as plain torch, and compiled (ops.cpp). The model sees one table of functions."""
+"""The small operations of a decoder: as plain torch, compiled (ops.cpp), and in Triton (triton_ops.py).
+
+The model sees one table of functions and does not know which.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from attention.backend import Backend
+from attention.cache import Scales
 from attention.native import FORMATS, call, empty, float_bits
 from workers.kernels import Kernels
+from workers.noise import gumbel_noise
 from workers.rope import rotate
+
+logger = logging.getLogger("quadriga.worker")
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Pages = tuple[torch.Tensor, torch.Tensor]
@@ -32,6 +40,9 @@ class Ops(Protocol):
     def gather(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """table[rows]."""
 
+    def noise(self, high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As workers.noise.gumbel_noise."""
+
     def store(
         self,
         query: torch.Tensor,
@@ -41,8 +52,12 @@ class Ops(Protocol):
         pages: Pages,
         slots: torch.Tensor,
         backend: Backend,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
-        """Rotates queries and keys, where there is an angle, and stores keys and values. Returns the queries."""
+        """Rotates queries and keys, where there is an angle, and stores keys and values. Returns the queries.
+
+        scales: of pages in fp8.
+        """
 
 
 class TorchOps:
@@ -66,6 +81,9 @@ class TorchOps:
     def gather(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return table[rows]
 
+    def noise(self, high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return gumbel_noise(high, low, ids)
+
     def store(
         self,
         query: torch.Tensor,
@@ -75,10 +93,11 @@ class TorchOps:
         pages: Pages,
         slots: torch.Tensor,
         backend: Backend,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
-        backend.write(key, value, pages, slots)
+        backend.write(key, value, pages, slots, scales)
         return query
 
 
@@ -121,6 +140,9 @@ class CompiledOps:
         call(self.kernels.gather, table.data_ptr(), row_bytes, rows.data_ptr(), len(rows), out.data_ptr())
         return out
 
+    def noise(self, high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return gumbel_noise(high, low, ids)
+
     def store(
         self,
         query: torch.Tensor,
@@ -130,10 +152,10 @@ class CompiledOps:
         pages: Pages,
         slots: torch.Tensor,
         backend: Backend,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
-        if rotary is None:
-            backend.write(key, value, pages, slots)
-            return query
+        if rotary is None or scales is not None:
+            return TorchOps().store(query, key, value, rotary, pages, slots, backend, scales)
         cos, sin = rotary
         call(
             self.kernels.rotate,
@@ -144,3 +166,20 @@ class CompiledOps:
             *(slots.data_ptr(), pages[0].data_ptr(), pages[1].data_ptr()),
         )
         return query
+
+
+def make_ops(device: torch.device, kernels: Kernels | None, fused: bool | None) -> Ops:
+    """fused: compute with Triton's kernels; None does so on CUDA where Triton is installed.
+
+    Raises ImportError where they are asked for and Triton is missing.
+    """
+    if fused or (fused is None and device.type == "cuda"):
+        try:
+            from workers.triton_ops import TritonOps
+        except ImportError as error:
+            if fused:
+                raise
+            logger.info("no fused kernels: %s", error)
+        else:
+            return TritonOps()
+    return CompiledOps(kernels) if kernels else TorchOps()

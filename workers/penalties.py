@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from scheduler.plan import Extras
+from workers.inputs import to_device
 
 _LARGEST = 1e30  # what a penalty close to 0 may make of a logit
 _ROOM = 64
@@ -30,11 +31,11 @@ class Penalties:
         output = ids[extras.num_prompt :][is_own[extras.num_prompt :]]
         if extras.repetition_penalty == 1:
             prompt = prompt[:0]
-        self._counts = torch.from_numpy(np.bincount(output, minlength=len(own_ids)).astype(np.float32)).to(device)
-        self._in_prompt = torch.zeros(len(own_ids), dtype=torch.bool)
-        self._in_prompt[torch.from_numpy(prompt)] = True
-        self._in_prompt = self._in_prompt.to(device)
-        self._seen = torch.from_numpy(np.concatenate([prompt, np.unique(output)])).to(device)
+        self._counts = to_device(np.bincount(output, minlength=len(own_ids)).astype(np.float32), device)
+        in_prompt = np.zeros(len(own_ids), bool)
+        in_prompt[prompt] = True
+        self._in_prompt = to_device(in_prompt, device)
+        self._seen = to_device(np.concatenate([prompt, np.unique(output)]), device)
         self._length = len(self._seen)
 
     def apply(self, scores: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from attention.native import call
 from workers.kernels import Kernels
-from workers.noise import gumbel_noise, noise_of
+from workers.noise import MakeNoise, gumbel_noise, noise_of
 
 MOST_CANDIDATES = 256  # of a row; where one has more, all of its tokens get their noise
 
@@ -30,14 +30,14 @@ class Noisy:
 class TorchPicking:
     """Noise for every token. own_ids: [ids] int64, this rank's."""
 
-    def __init__(self, own_ids: torch.Tensor) -> None:
-        self.own_ids = own_ids
+    def __init__(self, own_ids: torch.Tensor, noise: MakeNoise = gumbel_noise) -> None:
+        self.own_ids, self.noise = own_ids, noise
 
     def pick(self, logits: torch.Tensor, noisy: Noisy | None) -> tuple[torch.Tensor, torch.Tensor]:
         """logits: [s, ids] fp32, changed in place. Returns the best score and its place in the range, [s] each."""
         if noisy is not None:
             # argmax(logits / T + noise), times T: no temperature, however small, overflows.
-            logits[noisy.index] += gumbel_noise(noisy.high, noisy.low, self.own_ids) * noisy.temperatures
+            logits[noisy.index] += self.noise(noisy.high, noisy.low, self.own_ids) * noisy.temperatures
         values, local = logits.max(dim=-1)
         return values, local
 

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from attention.backend import make_backend
-from attention.cache import CacheShape, KVCache
+from attention.cache import CacheShape, KVCache, Scales
 from attention.capabilities import Demand, HeadLayout
 from attention.metadata import AttentionMetadata
 from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint
 from parallel.split import shard_heads
+from parallel.upload import CudaLane, Upload
 from scheduler.plan import StepPlan
 from workers.adjust import Adjustments
 from workers.architecture import Architecture
@@ -23,10 +25,11 @@ from workers.faults import FIRST
 from workers.fp8 import check_fp8
 from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
-from workers.inputs import StepInputs, build_inputs
+from workers.inputs import StepInputs, build_inputs, to_device
 from workers.kernels import compile_all_reduce, find_kernels
+from workers.kv_scales import cache_dtype, read_scales
 from workers.model import Decoder, make_shard
-from workers.ops import CompiledOps, Rotary, TorchOps
+from workers.ops import Rotary, make_ops
 from workers.products import pack_products, quantize, settle_products
 from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler, SamplingRows
@@ -77,19 +80,22 @@ class ModelRunner:
         self.group, self.quantization, self.stored_as = group, spec.quantization, arch.stored_as
         heads = shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank]
         layout = HeadLayout(len(heads.q_heads), len(heads.kv_heads), arch.head_dim)
-        demand = Demand(dtype=dtype, block_size=spec.block_size, window=any(arch.windows))
+        stored = cache_dtype(spec.kv_cache_dtype)
+        demand = Demand(dtype=dtype, cache_dtype=stored, block_size=spec.block_size, window=any(arch.windows))
         self.backend = make_backend(
             spec.attention_backend, layout, arch.head_dim**-0.5, device, demand, spec.attention_calls
         )
         self.graph_maker = graph_maker or self._cuda_graphs(spec.enforce_eager, group.transport)
         # What captures steps sees torch's operations only.
-        self.kernels = None if self.graph_maker else find_kernels(device)
-        self.ops = CompiledOps(self.kernels) if self.kernels else TorchOps()
+        self.kernels = None if self.graph_maker or spec.fused_kernels else find_kernels(device)
+        self.ops = make_ops(device, self.kernels, spec.fused_kernels)
         self._compile_all_reduce()
         self.model = Decoder(arch, make_shard(arch, group, dtype, device, self.ops), spec.max_model_len)
         block_size = spec.block_size or self.backend.capabilities.preferred_block
-        self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, dtype)
-        self.sampler = Sampler(arch.vocab_size, group, device, self.kernels)
+        self.cache_shape = CacheShape(arch.num_layers, block_size, layout.num_kv_heads, arch.head_dim, stored or dtype)
+        self.dtype = dtype
+        self.scales = [Scales()] * arch.num_layers if stored else None  # of the KV cache
+        self.sampler = Sampler(arch.vocab_size, group, device, self.kernels, self.ops.noise)
         guides = GuideMaker(lambda: resolve_model(spec.model), arch.vocab_size, spec.end_token_ids)
         self.adjustments = Adjustments(self.sampler.own_range, arch.vocab_size, device, guides)
         self.scorer = Scorer(self.sampler.own_range, arch.vocab_size, group, device)
@@ -97,6 +103,7 @@ class ModelRunner:
         self.last_tokens = torch.zeros(spec.num_rows, dtype=torch.int64, device=device)
         self.cache: KVCache | None = None
         self.graphs: StepGraphs | None = None
+        self.graph_bytes = 0  # of a GPU's memory, for captured steps
         self.graph_sizes = GraphSizes(
             num_rows=spec.num_rows,
             max_tokens=spec.max_num_batched_tokens,
@@ -122,7 +129,9 @@ class ModelRunner:
 
     def load(self, folder: Path, on_share: Callable[[float], None] | None = None) -> int:
         """Reads this rank's slices of the weights. Returns their size in bytes. on_share: as in Worker.start."""
-        with Checkpoint(folder) as checkpoint, torch.inference_mode():
+        upload = Upload(CudaLane()) if self.device.type == "cuda" else None
+        with Checkpoint(folder, upload) as checkpoint, torch.inference_mode():
+            self.scales = read_scales(checkpoint, self.cache_shape.num_layers, wanted=self.scales is not None)
             if self.quantization == "fp8":
                 check_fp8(self.device)
             if self.quantization:
@@ -137,7 +146,7 @@ class ModelRunner:
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache and captures the steps that are replayed. Returns the cache's size in bytes."""
         spare = 1 if self.graph_maker else 0  # a block that no request gets, for the padding of captured steps
-        self.cache = KVCache(self.cache_shape, num_blocks + spare, self.device)
+        self.cache = KVCache(self.cache_shape, num_blocks + spare, self.device, self.scales)
         self._prepare_replays(num_blocks)
         return (num_blocks + spare) * self.cache_shape.bytes_per_block
 
@@ -162,9 +171,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self, maker: GraphMaker, spare_block: int) -> None:
-        dtype = self.cache_shape.dtype
-        self.graphs = StepGraphs(self._forward, maker, self.graph_sizes, spare_block, dtype, self.device)
+        self.graphs = StepGraphs(self._forward, maker, self.graph_sizes, spare_block, self.dtype, self.device)
+        on_gpu = self.device.type == "cuda"
+        before = torch.cuda.memory_reserved(self.device) if on_gpu else 0
         self.graphs.capture()
+        self.graph_bytes = torch.cuda.memory_reserved(self.device) - before if on_gpu else 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, started: float) -> LaunchedStep:
@@ -197,9 +208,9 @@ class ModelRunner:
             rotary: Rotary | None,
             window: int | None,
         ) -> torch.Tensor:
-            pages = self.cache.layers[layer]
-            query = self.ops.store(query, key, value, rotary, pages, metadata.slot_mapping, self.backend)
-            return self.backend.attend(query, pages, metadata, window)
+            pages, scales = self.cache.layers[layer], self.cache.scales[layer]
+            query = self.ops.store(query, key, value, rotary, pages, metadata.slot_mapping, self.backend, scales)
+            return self.backend.attend(query, pages, metadata, window, scales)
 
         return self.model(token_ids, positions, attend)
 
@@ -247,7 +258,7 @@ class ModelRunner:
         scored = [(place, row.extras.logprobs) for place, row in asking if row.extras.logprobs is not None]
         if scored:
             extras.places, extras.widths = map(list, zip(*scored, strict=True))
-            places = torch.tensor(extras.places, device=self.device)
+            places = to_device(np.array(extras.places), self.device)
             kept = logits[places]
         self.adjustments.apply(logits, asking, inputs.next_positions)
         extras.failures = [(place, row.guide.failure) for place, row in asking if row.guide and row.guide.failure]
@@ -264,12 +275,19 @@ class ModelRunner:
         self.adjustments.count(tokens, asking)
         if scored:
             extras.sampled = self.scorer.score(kept, tokens[places], max(extras.widths))
-        self.last_tokens[torch.from_numpy(picked).to(self.device)] = tokens
+        self.last_tokens[to_device(picked, self.device)] = tokens
         return sampled
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_rows: int) -> None:
-        """Runs the largest step without a cache, so that its activations show up in the device's memory statistics."""
+        """Runs the largest step without a cache, so that its activations show up in the device's memory statistics.
+
+        All rows are sampled in the way that takes the most memory. All ranks call it.
+        """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, rotary, window: query)
-        self.model.head(hidden[: min(num_rows, num_tokens)])
+        logits = self.model.head(hidden[: min(num_rows, num_tokens)])
+        rows = len(logits)
+        whole = {"seeds": np.zeros(rows, np.uint64), "positions": np.zeros(rows, np.int64)}
+        truncated = {"top_k": np.full(rows, 50), "top_p": np.full(rows, 0.9), "min_p": np.full(rows, 0.01)}
+        self.sampler.sample(logits, SamplingRows(temperature=np.ones(rows), **whole, **truncated))

@@ -15,8 +15,9 @@ import torch
 
 from parallel.group import TensorParallelGroup
 from parallel.split import deal_lanes
+from workers.inputs import to_device
 from workers.kernels import Kernels
-from workers.noise import gumbel_noise, noise_keys
+from workers.noise import MakeNoise, gumbel_noise, noise_keys
 from workers.picking import CompiledPicking, Noisy, TorchPicking
 
 NOT_FINITE = -1
@@ -35,10 +36,18 @@ class SamplingRows:
 
 
 class Sampler:
-    """Every rank calls `sample` with its own logits and gets the same tokens."""
+    """Every rank calls `sample` with its own logits and gets the same tokens. The host never waits for the device.
+
+    noise: what makes noise for whole rows.
+    """
 
     def __init__(
-        self, vocab_size: int, group: TensorParallelGroup, device: torch.device, kernels: Kernels | None = None
+        self,
+        vocab_size: int,
+        group: TensorParallelGroup,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        noise: MakeNoise = gumbel_noise,
     ) -> None:
         ranges = deal_lanes(vocab_size, group.size)
         self.group = group
@@ -47,7 +56,8 @@ class Sampler:
         self.first_id = self.own_range.start
         self.ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
         own_ids = self.ids[self.first_id : self.own_range.stop]
-        self.picking = CompiledPicking(kernels, own_ids) if kernels else TorchPicking(own_ids)
+        self.picking = CompiledPicking(kernels, own_ids) if kernels else TorchPicking(own_ids, noise)
+        self.noise = noise
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """logits: [s, own ids] fp32, changed in place. Returns [s] int64 token ids, equal on all ranks.
@@ -63,7 +73,7 @@ class Sampler:
         if full is not None:
             # From the maximum down and in fp64, so that no temperature, however small, overflows.
             scaled = (full - full.amax(dim=-1, keepdim=True)).double() / self._column(rows.temperature[truncated])
-            scores = truncate(scaled, rows, truncated) + gumbel_noise(
+            scores = truncate(scaled, rows, truncated) + self.noise(
                 *noise_keys(rows.seeds[truncated], rows.positions[truncated]), self.ids
             )
             tokens[self._index(truncated)] = scores.argmax(dim=-1).where(full.amax(dim=-1).isfinite(), NOT_FINITE)
@@ -95,16 +105,16 @@ class Sampler:
         return torch.cat([part[:, :width] for part, width in zip(parts, self.widths, strict=True)], dim=-1)
 
     def _index(self, chosen: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.flatnonzero(chosen)).to(self.ids.device)
+        return to_device(np.flatnonzero(chosen), self.ids.device)
 
     def _column(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.ids.device).unsqueeze(-1)
+        return to_device(values, self.ids.device).unsqueeze(-1)
 
 
 def truncate(logits: torch.Tensor, rows: SamplingRows, chosen: np.ndarray) -> torch.Tensor:
     """Masks out of [n, vocabulary] fp64 logits what top-k, then top-p, then min-p of the chosen rows exclude."""
     device = logits.device
-    column = lambda values: torch.from_numpy(values[chosen]).to(device).unsqueeze(-1)  # noqa: E731
+    column = lambda values: to_device(values[chosen], device).unsqueeze(-1)  # noqa: E731
     top_k, top_p, min_p = column(rows.top_k), column(rows.top_p), column(rows.min_p)
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]

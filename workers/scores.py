@@ -15,6 +15,7 @@ from parallel.group import TensorParallelGroup
 from scheduler.frame import StepExtras
 from scheduler.logprobs import LEAST_LOGPROB, TokenLogprobs
 from scheduler.plan import StepPlan
+from workers.inputs import to_device
 from workers.state import Rows
 
 PIECE_ELEMENTS = 1 << 21  # logits that are made at once
@@ -149,7 +150,7 @@ def scored_chunks(plan: StepPlan, rows: Rows, device: torch.device) -> list[Scor
             first = max(chunk.start + 1, extras.scored)
             stop = min(chunk.start + chunk.length + 1, extras.num_prompt)
             if first < stop:
-                token_ids = torch.from_numpy(rows.tokens[chunk.row][first:stop]).to(device)
+                token_ids = to_device(rows.tokens[chunk.row][first:stop], device)
                 hidden = offset + first - 1 - chunk.start
                 found.append(ScoredChunk(index, first, hidden, token_ids, extras.prompt_logprobs))
         offset += chunk.length

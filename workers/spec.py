@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}  # and the device that has kernels for it
 
 
@@ -14,6 +15,9 @@ class WorkerSpec:
 
     model: what the user named; each node resolves it to a folder of its own.
     device: "cpu" or "cuda"; the CUDA device is the first one that Ray made visible to the worker.
+    fused_kernels: compute with workers.triton_ops; None: on CUDA, where Triton is installed.
+    symmetric_memory: for small sums between CUDA devices, where it can be had; see parallel.symmetric.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; auto for `dtype`.
     block_size: tokens per KV block, or None for what the attention backend likes best.
     kv_cache_bytes: memory for this rank's KV cache; None lets the worker decide from what the device has.
     num_kv_blocks: exact number of blocks, or None to fill kv_cache_bytes.
@@ -44,6 +48,9 @@ class WorkerSpec:
     faults: str = ""
     generation: int = 0
     enforce_eager: bool = False
+    fused_kernels: bool | None = None
+    kv_cache_dtype: str = "auto"
+    symmetric_memory: bool = True
     quantization: str | None = None
     end_token_ids: tuple[int, ...] = ()
 
@@ -62,6 +69,7 @@ class WorkerReady:
 
     num_blocks: KV blocks on every rank (the smallest rank decides), each of block_size tokens.
     Sizes are in bytes, times in seconds.
+    activation_bytes: of the largest step, and graph_bytes: of the captured ones, on GPUs; 0 where nobody measured.
     backend, transport: what computes attention, and what carries the collectives.
     """
 
@@ -74,3 +82,5 @@ class WorkerReady:
     transport: str
     load_seconds: float
     peak_rss_bytes: int
+    activation_bytes: int = 0
+    graph_bytes: int = 0

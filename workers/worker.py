@@ -62,6 +62,7 @@ class Worker:
         self.group = TensorParallelGroup(spec.rank, spec.size)
         self.runner: ModelRunner | None = None
         self.ready: WorkerReady | None = None
+        self._activation_bytes = 0
         self._crcs: dict[int, int] = {}
         self._faults = Faults(read_faults(spec.faults), spec.rank, spec.generation)
 
@@ -94,6 +95,8 @@ class Worker:
             transport=self.group.transport,
             load_seconds=time.perf_counter() - began,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            activation_bytes=self._activation_bytes,
+            graph_bytes=self.runner.graph_bytes,
         )
         return self.ready
 
@@ -135,7 +138,9 @@ class Worker:
         spec = self.spec
         torch.set_num_threads(max(1, available_cores() // ranks_here))
         if store is not None:
-            group = join_group(store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds)
+            group = join_group(
+                store, spec.rank, spec.size, self.device, node_ip, spec.step_timeout_seconds, spec.symmetric_memory
+            )
             self.group.renew(group)
 
     def _launch(self, frame: bytes) -> LaunchedStep:
@@ -195,8 +200,10 @@ class Worker:
         self.runner.profile(self.spec.max_num_batched_tokens, self.spec.num_rows)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
-        # Captured steps have memory of their own, as much as the largest of them takes.
-        graphs = (peak - before) * self.runner.captured_tokens // self.spec.max_num_batched_tokens
+        self._activation_bytes = peak - before
+        # Captured steps have memory of their own, as much as the largest of them takes, and a block for their padding.
+        graphs = self._activation_bytes * self.runner.captured_tokens // self.spec.max_num_batched_tokens
+        graphs += self.runner.cache_shape.bytes_per_block if self.runner.graph_maker else 0
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         # What other processes and the CUDA context hold is gone from `free` and counts against the share.

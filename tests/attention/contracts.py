@@ -7,6 +7,8 @@ Written from the documentation of flash-attn 2 (`flash_attn_varlen_func`, `flash
     window     (left, right): i + seqlen_k - seqlen_q - left <= j <= i + seqlen_k - seqlen_q + right, -1 for no bound
     paged      k, v [pages, page_size, kv_heads, D] with block_table [rows, pages], of which only what holds the row's
                keys is read; any other entry may be anything
+    descale    (version 3) q, k and v all fp8 (e4m3); each stands for itself times its descale, [rows, kv_heads] fp32;
+               the result is bf16. Other dtypes take none
     soft cap   score = cap * tanh(score / cap);  ALiBi: score -= slope * |i + seqlen_k - seqlen_q - j|
 
 They check what the kernels check, and leave NaN in rows that the kernels would not write. Unlike the kernels they take
@@ -86,9 +88,15 @@ def _check(holds: bool, message: str) -> None:
 
 
 def _check_pages(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, rows: int, multiple: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    rows: int,
+    multiple: int,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
-    _check(q.dtype in DTYPES and q.dtype == k.dtype == v.dtype, "query, key and value must have one dtype")
+    _check(q.dtype in dtypes and q.dtype == k.dtype == v.dtype, "query, key and value must have one dtype")
     _check(k.dim() == 4 and k.shape == v.shape, "k and v must be [pages, page_size, heads, D]")
     _check(k.shape[1] % multiple == 0, f"Paged KV cache block size must be divisible by {multiple}")
     _check(q.shape[-1] == k.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, "bad head dimension")
@@ -250,6 +258,9 @@ def flash_attn_3_with_kvcache(
     page_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     max_seqlen_q: int,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -260,13 +271,26 @@ def flash_attn_3_with_kvcache(
     assert num_splits == 0, "left to the kernel"
     rows = len(cu_seqlens_q) - 1
     _check_starts("cu_seqlens_q", cu_seqlens_q, rows)
-    _check_pages(q, k_cache, v_cache, page_table, rows, multiple=1)
+    fp8 = q.dtype == torch.float8_e4m3fn
+    _check_pages(q, k_cache, v_cache, page_table, rows, 1, (*DTYPES, torch.float8_e4m3fn))
     _check_lens("cache_seqlens", cache_seqlens, rows)
+    descales = (q_descale, k_descale, v_descale)
+    assert all((x is not None) == fp8 for x in descales), "descales belong to fp8"
+    if fp8:
+        _check(q.shape[-1] % 16 == 0, "head_size should be a multiple of 16")
+        for x in descales:
+            _check(x.dtype == torch.float32 and x.shape == (rows, k_cache.shape[2]), "descale must be [rows, kv_heads]")
+        tokens = torch.arange(len(q), dtype=torch.int32)
+        row = torch.searchsorted(cu_seqlens_q[1:], tokens, right=True).clamp(max=rows - 1)
+        per_head = lambda x: x[row].repeat_interleave(q.shape[1] // x.shape[1], dim=1).unsqueeze(-1)  # noqa: E731
+        q = q.float() * per_head(q_descale * k_descale)
+        k_cache, v_cache = k_cache.float(), v_cache.float()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     bounds = (window_size[0], 0 if causal else window_size[1])
     flat = (q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table)
     reach = page_table.shape[1] * k_cache.shape[1]
-    return paged_attention(*flat, max_seqlen_q, scale, *bounds, softcap, None, rows, reach, None)
+    out = paged_attention(*flat, max_seqlen_q, scale, *bounds, softcap, None, rows, reach, None)
+    return (out * per_head(v_descale)).to(torch.bfloat16) if fp8 else out
 
 
 def same_signature(ours: object, theirs: object) -> bool:

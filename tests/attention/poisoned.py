@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from attention.backend import Backend
+from attention.cache import Scales, quantise, scatter
 from attention.capabilities import HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata, RaggedMetadata
 from attention.reference import ReferenceBackend
@@ -48,8 +49,9 @@ class Case:
 class Batch:
     """Keys and values of earlier steps lie in the cache, the step's own are to be written; all other slots hold NaN."""
 
-    def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
-        self.case = case
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32, scales: Scales | None = None) -> None:
+        """scales: keeps keys and values in fp8 with these; queries are then numbers that fp8 has with theirs."""
+        self.case, self.scales = case, scales
         generator = torch.Generator().manual_seed(case.seed)
         self.lengths = [*case.chunks, *((1, total) for total in case.decodes)]
         counts = [-(-total // case.block_size) for _, total in self.lengths]
@@ -57,21 +59,23 @@ class Batch:
         ids = torch.randperm(num_blocks, generator=generator).tolist()
         self.tables = [[ids.pop() for _ in range(count)] for count in counts]
         shape = (num_blocks, case.block_size, case.kv_heads, case.head_dim)
-        self.cache = tuple(torch.full(shape, NAN, dtype=dtype) for _ in range(2))
+        self.cache = tuple(torch.full(shape, NAN).to(torch.float8_e4m3fn if scales else dtype) for _ in range(2))
         slots, new = [], ([], [])
         for (query_len, total), table in zip(self.lengths, self.tables, strict=True):
             place = torch.tensor(
                 [table[p // case.block_size] * case.block_size + p % case.block_size for p in range(total)]
             )
             slots.append(place[total - query_len :])
-            for pages, fresh in zip(self.cache, new, strict=True):
-                rows = torch.randn(total, case.kv_heads, case.head_dim, generator=generator).to(dtype)
-                pages.view(-1, *shape[2:])[place[: total - query_len]] = rows[: total - query_len]
+            drawn = [torch.randn(total, case.kv_heads, case.head_dim, generator=generator).to(dtype) for _ in range(2)]
+            scatter(*(rows[: total - query_len] for rows in drawn), self.cache, place[: total - query_len], scales)
+            for rows, fresh in zip(drawn, new, strict=True):
                 fresh.append(rows[total - query_len :])
         self.slots = torch.cat(slots)
         self.new_keys, self.new_values = (torch.cat(fresh) for fresh in new)
         tokens = len(self.slots)
         self.query = torch.randn(tokens, case.kv_heads * case.group, case.head_dim, generator=generator).to(dtype)
+        if scales:
+            self.query = (quantise(self.query, scales.query, torch.float8_e4m3fn).float() * scales.query).to(dtype)
 
     def _int32(self, values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.slots.device)
@@ -113,10 +117,10 @@ class Batch:
     def run(self, backend: Backend) -> torch.Tensor:
         """Writes the step's keys and values, then attends."""
         metadata = self.metadata()
-        backend.write(self.new_keys, self.new_values, self.cache, metadata.slot_mapping)
-        return backend.attend(self.query, self.cache, metadata, self.case.window)
+        backend.write(self.new_keys, self.new_values, self.cache, metadata.slot_mapping, self.scales)
+        return backend.attend(self.query, self.cache, metadata, self.case.window, self.scales)
 
     def expected(self) -> torch.Tensor:
         """By `reference`, for which garbage past a context is replaced by block 0."""
-        clean = Batch(replace(self.case, filler=0), self.query.dtype).to(self.query.device)
+        clean = Batch(replace(self.case, filler=0), self.query.dtype, self.scales).to(self.query.device)
         return clean.run(ReferenceBackend(self.case.layout, self.case.scale))

@@ -121,6 +121,35 @@ def test_version_3_is_taken_on_hopper_and_pages_as_one_likes(gpu, monkeypatch) -
         make_backend("flash_attn", HeadLayout(2, 2, 64, alibi_slopes=(0.5, 0.25)), 0.125, CUDA, BF16)
 
 
+FP8 = replace(BF16, cache_dtype=torch.float8_e4m3fn)
+
+
+def test_an_fp8_cache_is_served_by_version_3_and_refused_by_name_elsewhere(gpu, monkeypatch, caplog) -> None:
+    install_flash_2(monkeypatch)
+    refused = "attention backend {}: its caches are in the model's dtype, not in float8_e4m3fn"
+    for name in ("flash_attn", "torch_flash"):
+        with pytest.raises(BackendError, match=refused.format(name)):
+            make_backend(name, LAYOUT, 0.125, CUDA, FP8)
+    with caplog.at_level("INFO"):
+        assert make_backend("auto", LAYOUT, 0.125, CUDA, FP8).name == "reference"
+    assert refused.format("flash_attn") in caplog.text
+    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=contracts.flash_attn_3_with_kvcache)
+    gpu.capability = (9, 0)
+    assert make_backend("auto", LAYOUT, 0.125, CUDA, FP8).name == "flash_attn"
+    with pytest.raises(BackendError, match="not in float8_e5m2"):
+        make_backend("flash_attn", LAYOUT, 0.125, CUDA, replace(FP8, cache_dtype=torch.float8_e5m2))
+    with pytest.raises(BackendError, match="multiples of 16 with caches in float8_e4m3fn, the model's heads have 40"):
+        make_backend("flash_attn", HeadLayout(8, 2, 40), 0.125, CUDA, FP8)
+    assert make_backend("flash_attn", HeadLayout(8, 2, 40), 0.125, CUDA, BF16).name == "flash_attn"
+
+
+def test_on_cpu_an_fp8_cache_is_for_reference(caplog) -> None:
+    with pytest.raises(BackendError, match="attention backend cpu: its caches are in the model's dtype, not in float8"):
+        make_backend("cpu", LAYOUT, 0.125, CPU, FP8)
+    assert make_backend("auto", LAYOUT, 0.125, CPU, FP8).name == "reference"
+    assert "exact but slow" in caplog.text
+
+
 def test_an_old_package_is_refused_with_what_it_lacks(gpu, monkeypatch) -> None:
     old = lambda q, k, v, softmax_scale=None, causal=False, block_table=None: q  # noqa: E731
     install(monkeypatch, "flash_attn", flash_attn_varlen_func=old, flash_attn_with_kvcache=old)
@@ -156,7 +185,7 @@ def test_an_implementation_activated_in_torch_lifts_the_page_rule(gpu, monkeypat
     kernel = replace(torch_flash.find_kernel(), varlen_attn=varlen_attn)
     backend = torch_flash.TorchFlashBackend(LAYOUT, 0.125, kernel=kernel)
     rows = ragged.RaggedRows(slice(0, 1), *[torch.zeros(2, dtype=torch.int32)] * 4, 1, 1, True)
-    backend._call(torch.zeros(1, 8, 64), (None, None), rows, None)
+    backend._call(torch.zeros(1, 8, 64), (None, None), rows, None, None)
     assert seen["cu_seq_k"] is None
     assert seen["num_splits"] is None
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.varlen import varlen_attn as real_varlen_attn
 
 from attention.backend import Backend
+from attention.cache import Scales
 from attention.flash import FlashAttnBackend, Kernels
 from attention.torch_flash import TorchFlashBackend, TorchKernel
 from tests.attention import contracts
@@ -198,6 +199,55 @@ def test_a_wrong_call_shows(fault: str) -> None:
     batch = Batch(case)
     with pytest.raises((AssertionError, IndexError)):
         assert_as_reference(batch, batch.run(make("torch_flash", case, kernel=TorchKernel(broken(fault)))))
+
+
+SCALES = Scales(key=0.25, value=0.03, query=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("calls", ["one", "two"])
+def test_an_fp8_cache_is_read_with_its_scales(calls: str, dtype: torch.dtype) -> None:
+    """Version 3 alone can. The result has the dtype that the queries had."""
+    for case in (replace(MIXED, head_dim=16, block_size=16), replace(MIXED, head_dim=32, group=3, window=7)):
+        batch = Batch(case, dtype, SCALES)
+        result = batch.run(make("flash_attn_3", case, calls))
+        assert result.dtype == dtype
+        torch.testing.assert_close(result, batch.expected(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("wrong", ["key", "value", "query"])
+def test_a_wrong_descale_shows(wrong: str) -> None:
+    """Each scale in another's place, or left out."""
+    case = replace(MIXED, head_dim=16)
+    batch = Batch(case, torch.bfloat16, SCALES)
+    good, seen = make("flash_attn_3", case), []
+    inner = good._kernels.with_kvcache
+
+    def with_kvcache(*args: object, **kwargs: object) -> torch.Tensor:
+        kwargs[f"{wrong[0]}_descale"] = kwargs["v_descale" if wrong == "key" else "k_descale"] * 1.5
+        seen.append(wrong)
+        return inner(*args, **kwargs)
+
+    bad = make("flash_attn_3", case, kernels=Kernels(3, with_kvcache))
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(batch.run(bad), batch.expected(), rtol=0.02, atol=0.02)
+    assert seen
+
+
+def test_descales_lie_where_a_captured_step_found_them() -> None:
+    case = replace(MIXED, head_dim=16)
+    places, backend = [], make("flash_attn_3", case)
+    inner = backend._kernels.with_kvcache
+
+    def with_kvcache(*args: object, **kwargs: object) -> torch.Tensor:
+        places.append([kwargs[f"{x}_descale"].data_ptr() for x in "qkv"])
+        return inner(*args, **kwargs)
+
+    backend._kernels = Kernels(3, with_kvcache)
+    for _ in range(2):
+        Batch(case, torch.bfloat16, SCALES).run(backend)
+    assert len(places) == 4
+    assert all(place == places[0] for place in places)
 
 
 def test_a_dtype_that_the_kernels_refuse_is_refused_by_the_stand_ins() -> None:

@@ -19,7 +19,7 @@ from workers.runner import ModelRunner
 from workers.spec import WorkerSpec
 
 BLOCK = 4
-PROMPT = [random.Random(9).randrange(300) for _ in range(37)]
+PROMPT = random.Random(9).choices(range(300), k=37)
 
 
 def logits_in_chunks(folder: Path, prompt: list[int], chunk_size: int, group: TensorParallelGroup) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.end_to_end.running import BUDGETS, Ranks
 from tests.reference import all_logits
 
 LENGTHS = (1, 7, 8, 9, 16, 17, 21)
-PROMPTS = [[random.Random(length).randrange(300) for _ in range(length)] for length in LENGTHS]
+PROMPTS = [random.Random(length).choices(range(300), k=length) for length in LENGTHS]
 WIDTHS = (0, 3, 20)
 
 

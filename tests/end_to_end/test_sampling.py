@@ -14,8 +14,8 @@ from tests.end_to_end.conftest import TinyModels
 from tests.end_to_end.running import BUDGETS, Ranks, outputs
 from tests.models import load_reference
 
-PROMPT = [random.Random(3).randrange(300) for _ in range(19)]
-CROWD = [[random.Random(length).randrange(300) for _ in range(length)] for length in (3, 11, 26)]
+PROMPT = random.Random(3).choices(range(300), k=19)
+CROWD = [random.Random(length).choices(range(300), k=length) for length in (3, 11, 26)]
 WAYS = {
     "plain": {"temperature": 1.3},
     "top_k": {"temperature": 1.0, "top_k": 12},

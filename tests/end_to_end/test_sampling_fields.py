@@ -16,7 +16,7 @@ from tests.models import VOCAB_SIZE
 from tests.reference import answer
 
 LENGTH = 14
-PROMPTS = [[random.Random(seed).randrange(40) for _ in range(length)] for seed, length in ((1, 19), (2, 5), (3, 26))]
+PROMPTS = [random.Random(seed).choices(range(40), k=length) for seed, length in ((1, 19), (2, 5), (3, 26))]
 ENDS = tuple(range(0, VOCAB_SIZE, 2))
 WAYS = {
     "none": {},

@@ -15,7 +15,7 @@ from tests.models import KINDS
 
 MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-PROMPTS = [[random.Random(length).randrange(300) for _ in range(length)] for length in (1, 6, 21, 40)]
+PROMPTS = [random.Random(length).choices(range(300), k=length) for length in (1, 6, 21, 40)]
 ON_RAY = {2: ("llama", "qwen2"), 3: ("qwen3", "smollm3")}
 
 

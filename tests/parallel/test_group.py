@@ -152,3 +152,8 @@ def test_advice_for_nccl_names_the_interface_and_what_to_set(monkeypatch: pytest
     advice = nccl_advice("eth0")
     for part in ("GPUs 1 and 0 have no peer access", "NCCL_P2P_DISABLE=1", "If eth0 does not reach", "(now eth7)"):
         assert part in advice
+
+
+def test_a_worker_that_sees_its_own_gpu_alone_is_told_how_peer_access_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "no peer access (`nvidia-smi topo -p2p r` shows it), set NCCL_P2P_DISABLE=1" in nccl_advice("eth0")

@@ -63,6 +63,9 @@ class OneTensor:
         assert shape == self.tensor.shape
         return self.tensor[cut[0].start : cut[0].stop, cut[1].start : cut[1].stop]
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
 
 def quantized(
     kernels: Kernels, outputs: int, total: int, inputs: range, dtype: torch.dtype, kind: Quantization, seed: int = 0
