@@ -8,8 +8,8 @@ Servers start one after the other, each timed from its start to its first token 
 then stay, and every round measures each of them in turn. Both engines have two settings, one for throughput and one for
 short gaps between tokens: ours with its default budget and with a target; the peer compiled with a budget of 512 and
 eager with one of 128. An engine's figure is that of its better setting, but the gaps, and the prompt tokens/s beside
-them, are those of the setting with the shorter gaps. Memory is the largest sum of the resident sets of a server's processes. The last
-line is a JSON object of ratios, ours to the peer.
+them, are those of the setting with the shorter gaps. Memory is the largest sum of the resident sets of a server's
+processes. The last line is a JSON object of ratios, ours to the peer.
 """
 
 from __future__ import annotations
