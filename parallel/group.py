@@ -182,6 +182,10 @@ def join_group(
             smallest = lambda value: group.smallest(value, device)  # noqa: E731
             group.symmetric = open_symmetric(map_peers, smallest, rank, size, node_ip, device, store)
     except (RuntimeError, ValueError) as error:
+        if not dist.is_initialized():
+            # torch counts the groups of a process, by which ranks find each other. The attempt must not count: the one
+            # that takes a lost rank's place has not made it, and both would wait for each other in vain.
+            dist.distributed_c10d._world.group_count = 0
         advice = nccl_advice(name) if backend == "nccl" else ""
         raise GroupError(
             f"rank {rank} of {size} could not join its {backend} group over {name}: {error}{advice}"

@@ -51,6 +51,17 @@ def _use_every_collective(store: dist.Store, rank: int, size: int) -> dict[str, 
     return seen
 
 
+def _join_after_a_vain_attempt(store: dist.Store, rank: int, size: int) -> list[float]:
+    """Rank 0 has waited in vain for one that died meanwhile; rank 1 is the one that was made in its place."""
+    if rank == 0:
+        _join_without_the_other(store, rank, size)
+    group = join_group(dist.PrefixStore("again", store), rank, size, CPU, "127.0.0.1", 10.0)
+    try:
+        return group.all_reduce(torch.tensor([1.0 + rank])).tolist()
+    finally:
+        group.close()
+
+
 def _join_without_the_other(store: dist.Store, rank: int, size: int) -> str:
     try:
         join_group(dist.PrefixStore("alone", store), rank, size, CPU, "127.0.0.1", 1.0)
@@ -63,6 +74,10 @@ def _join_without_the_other(store: dist.Store, rank: int, size: int) -> str:
 def seen() -> list[dict[str, Any]]:
     """What two ranks saw, each in a process of its own: they start once for all these tests."""
     return run_processes(2, _use_every_collective)
+
+
+def test_who_has_joined_in_vain_joins_one_that_has_not() -> None:
+    assert run_processes(2, _join_after_a_vain_attempt) == [[3.0], [3.0]]
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
