@@ -171,7 +171,21 @@ def join(address: str) -> None:
             raise ConnectionError(silent)
         if address in services.find_gcs_addresses():
             _use_token()
-        ray.init(address=address, **_quiet())
+        with _one_attempt():
+            ray.init(address=address, **_quiet())
+
+
+@contextmanager
+def _one_attempt() -> Iterator[None]:
+    """Lets ray.init try once, which takes up to 40 s; it would try 20 times where a cluster ends in this moment."""
+    name = "RAY_gcs_server_port_wait_time_s"
+    given = os.environ.get(name)
+    os.environ[name] = given or "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
 
 
 def _listens_on_loopback(address: str) -> bool:

@@ -126,6 +126,11 @@ class Service:
     def log(self) -> str:
         return Path(self._log.name).read_text()
 
+    def ray_address(self) -> str:
+        """Of its own Ray; there may be others on this machine."""
+        arguments = next(process.cmdline() for process in self.processes("raylet/raylet"))
+        return next(one.partition("=")[2] for one in arguments if one.startswith("--gcs-address="))
+
     def processes(self, title: str = "") -> list[psutil.Process]:
         """Its own and all that descend from it, by title."""
         found = []
@@ -362,8 +367,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as folder:
         service = Service(args, folder)
         try:
-            with Client.connect(service.name) as client:
-                address = ray.get_runtime_context().gcs_address
+            address = service.ray_address()
+            with Client.connect(service.name, address) as client:
                 load = Load(make_asks(rng), service, client, tally, args.seed)
                 load.learn()
                 began = time.monotonic()

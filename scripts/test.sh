@@ -8,5 +8,7 @@ prepare_environment gguf,plots,test
 cd "$root"
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+# Threads of both that wait must not keep the cores from those that work.
+export OMP_WAIT_POLICY=passive
 [ $# -gt 0 ] || set -- -n 2 --dist loadfile
 exec "$venv/bin/python" -m pytest "$@"
