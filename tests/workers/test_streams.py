@@ -135,7 +135,7 @@ def test_a_guide_takes_its_token_in_once_it_has_come(gpu: Log) -> None:
     taken: list[int] = []
     state = GuideState.__new__(GuideState)
     state.failure = None
-    state._matcher = SimpleNamespace(consume_token=taken.append, compute_bitmask=lambda: b"", get_error=lambda: "")
+    state._matcher = SimpleNamespace(consume_token=taken.append, compute_bitmask=lambda: b"", is_error=lambda: False)
     state.expect(on_gpu(42))
     assert (taken, gpu) == ([], ["copy", "record"])
     state._bits()
