@@ -13,6 +13,7 @@ import torch
 from llguidance import LLMatcher
 
 from workers.grammar import GuideError, GuideMaker, checked
+from workers.inputs import to_host
 
 
 class GuideState:
@@ -36,11 +37,7 @@ class GuideState:
 
     def expect(self, token: torch.Tensor) -> None:
         """token: [1] int64, the row's next one, which the device may still be computing."""
-        self._newest = token
-        if token.device.type == "cuda":
-            self._newest = torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(token, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self._newest, self._arrived = to_host(token)
 
     def allowed(self, vocab_size: int, may_end: bool) -> np.ndarray:
         """[vocabulary] bool. may_end: otherwise end tokens are left out, unless nothing else is possible."""

@@ -90,3 +90,14 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device, or on CPU the array itself. Through pinned memory, so that the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """A copy in pinned memory, and the event after which it may be read; of a tensor on CPU itself, at once."""
+    if tensor.device.type != "cuda":
+        return tensor, None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return host, done

@@ -25,7 +25,7 @@ from workers.faults import FIRST
 from workers.fp8 import check_fp8
 from workers.grammar import GuideMaker
 from workers.graphs import CudaGraphMaker, GraphMaker, GraphSizes, StepGraphs, capture_refusal
-from workers.inputs import StepInputs, build_inputs, to_device
+from workers.inputs import StepInputs, build_inputs, to_device, to_host
 from workers.kernels import compile_all_reduce, find_kernels
 from workers.kv_scales import cache_dtype, read_scales
 from workers.model import Decoder, make_shard
@@ -186,13 +186,7 @@ class ModelRunner:
         extras = PendingExtras()
         tokens = self._sample(plan, inputs, extras)
         self.rows.advance(plan)
-        if self.device.type != "cuda":
-            return LaunchedStep(plan, started, extras, tokens)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return LaunchedStep(plan, started, extras, host, done)
+        return LaunchedStep(plan, started, extras, *to_host(tokens))
 
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """[tokens, hidden] after the last norm; fills the cache with the step's keys and values."""
