@@ -10,5 +10,5 @@ cd "$root"
 "$venv/bin/ruff" format --check .
 # Threads of both that wait must not keep the cores from those that work.
 export OMP_WAIT_POLICY=passive
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
 exec "$venv/bin/python" -m pytest "$@"

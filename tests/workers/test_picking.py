@@ -88,7 +88,7 @@ def test_what_is_no_number_is_never_passed_over(value: float, noisy: Noisy | Non
 
 def test_more_candidates_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picking, "MOST_CANDIDATES", 2)
-    logits = torch.randn(6, 5000)
+    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1))
     own_ids, noisy = torch.arange(5000), noisy_rows([0, 1, 2, 3, 5], 2.0)
     assert CompiledPicking(KERNELS, own_ids)._candidates(logits, noisy)[1].all()
     assert_same(logits, noisy)
