@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from attention.backend import BackendError, HeadLayout, make_backend
+from attention.cache import quantise
 from attention.metadata import AttentionMetadata, PrefillMetadata
 from attention.reference import QUERY_TILE, ReferenceBackend
 from tests.attention.batches import HEAD_DIM, SCALE, Batch, Case, cases, padded
@@ -102,3 +103,12 @@ def test_auto_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
     with pytest.raises(BackendError, match=r"'fast'; known: auto, .*reference"):
         make_backend("fast", HeadLayout(2, 1, HEAD_DIM), SCALE, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_exceeds_fp8_becomes_its_largest_number_and_nan_stays(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    found = quantise(torch.tensor([1e9, -1e9, math.inf, 3.0, math.nan]), 0.5, dtype)
+    assert found.dtype == dtype
+    assert found[:4].float().tolist() == [most, -most, most, 6.0]
+    assert found[4].float().isnan()
