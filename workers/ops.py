@@ -101,8 +101,8 @@ class TorchOps:
         return query
 
 
-class CompiledOps:
-    """One kernel each. Numbers are fp32 between loading and storing."""
+class CompiledOps(TorchOps):
+    """One kernel each, but for noise. Numbers are fp32 between loading and storing."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -140,9 +140,6 @@ class CompiledOps:
         call(self.kernels.gather, table.data_ptr(), row_bytes, rows.data_ptr(), len(rows), out.data_ptr())
         return out
 
-    def noise(self, high: torch.Tensor, low: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return gumbel_noise(high, low, ids)
-
     def store(
         self,
         query: torch.Tensor,
@@ -155,7 +152,7 @@ class CompiledOps:
         scales: Scales | None = None,
     ) -> torch.Tensor:
         if rotary is None or scales is not None:
-            return TorchOps().store(query, key, value, rotary, pages, slots, backend, scales)
+            return super().store(query, key, value, rotary, pages, slots, backend, scales)
         cos, sin = rotary
         call(
             self.kernels.rotate,
