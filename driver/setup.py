@@ -202,17 +202,19 @@ def worker_specs(config: EngineConfig, model: Model, limits: Limits, executor: E
 
 def _report(model: Model, ready: list[WorkerReady], block_size: int) -> None:
     for worker in ready:
+        sizes = {
+            "weights": worker.weight_bytes,
+            "activations": worker.activation_bytes,
+            "graphs": worker.graph_bytes,
+            "KV cache up to": worker.cache_bytes,
+            "peak RSS": worker.peak_rss_bytes,
+        }
         logger.info(
-            "rank %d: weights %.0f MiB, activations %.0f MiB, graphs %.0f MiB, KV cache up to %.0f MiB, attention %s, "
-            "collectives %s, peak RSS %.0f MiB",
+            "rank %d: %s, attention %s, collectives %s",
             worker.rank,
-            worker.weight_bytes / 2**20,
-            worker.activation_bytes / 2**20,
-            worker.graph_bytes / 2**20,
-            worker.cache_bytes / 2**20,
+            ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in sizes.items() if size),  # 0: nobody measured
             worker.backend,
             worker.transport,
-            worker.peak_rss_bytes / 2**20,
         )
     capacity = ready[0].num_blocks * block_size
     per_request = -(-model.max_model_len // block_size)
