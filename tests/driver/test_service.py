@@ -189,8 +189,9 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(llm: LLM) -> None:
 @pytest.mark.parametrize("hurried", [False, True])
 def test_draining_aborts_what_takes_too_long(llm: LLM, hurried: bool) -> None:
     service = Service(llm, 10)
-    with Brake(llm, 5) as brake:
+    with Brake(llm) as brake:
         running = [run_ask(service, Ask(PROMPT, greedy_params(200))) for _ in range(3)]
+        brake.allow(5)  # now that all are there, or those steps could be one request's
         assert wait_until(lambda: all(sink.updates for sink in running))
 
         def let_the_engine_hear() -> None:  # which it does between two steps
