@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from scheduler.step_time import StepCosts, StepTimeModel, StepWork, chunk_pairs
+from scheduler.step_time import OUTLIER, StepCosts, StepTimeModel, StepWork, chunk_pairs
 
 MIN_PREFILL_TOKENS = 16  # a step's prefill advances by this much even where the target cannot be held
-RECENT_MIXED = 16  # steps that tell how much slower than the model's costs the next one may turn out
+RECENT_MIXED = 15  # steps that tell how much slower than the model's costs the next one may turn out
 ROOM = 1.06  # for what the recent steps did not show
 
 
@@ -109,8 +109,9 @@ class TokenBudget:
 class Slowness:
     """How many times the model's costs the next step in which decodes wait for prefill may take.
 
-    Of the recent ones, the second slowest: a single hiccup tells nothing, a second one does. When the newest are slower
-    than those before, the machine has just become slower, and the same spread is expected around its new pace.
+    As many as the slowest of the recent ones; a single one far slower than its like is a hiccup and tells nothing, a
+    second one does. When the newest are slower than those before, the machine has just become slower, and the same
+    spread is expected around its new pace.
 
     expected: 1 before the first step.
     """
@@ -123,9 +124,10 @@ class Slowness:
         """Takes in a step that took `ratio` times what the model's costs say."""
         self._ratios.append(ratio)
         *before, one, two, three = self._ratios
-        pace, spread = median((one, two, three)), _second_largest(before) / median(before)
-        self.expected = ROOM * max(_second_largest(self._ratios), pace * spread)
+        pace, spread = median((one, two, three)), _slowest(before) / median(before)
+        self.expected = ROOM * max(_slowest(self._ratios), pace * spread)
 
 
-def _second_largest(values: Iterable[float]) -> float:
-    return sorted(values)[-2]
+def _slowest(ratios: Iterable[float]) -> float:
+    *_, second, largest = sorted(ratios)
+    return largest if largest <= OUTLIER * second else second
