@@ -14,6 +14,7 @@ from driver import generate, launch, options, serve, simulate, stop, top
 from driver.engine import EngineDead
 from driver.errors import is_input_fault
 from driver.executor import WorkerFailed
+from driver.startup import LOG_FORMAT
 from driver.wire import ServiceUnavailable
 from scheduler.params import DEFAULT_MAX_TOKENS
 
@@ -23,7 +24,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 when it failed at run time, 2 when it was asked for what cannot be had."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=args.log_level.upper(), format=LOG_FORMAT)
     for noisy in ("filelock", "urllib3", "httpx", "huggingface_hub"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

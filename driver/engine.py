@@ -247,10 +247,11 @@ class Engine:
         step = self.scheduler.in_flight[0]
         # From when the workers could begin it, however often this thread has been woken since.
         began = max(self._published_at[0], self._last_done)
-        bound = self._watchdog.bound(step, self.scheduler.budget.model, time.perf_counter() - began)
-        result = self.executor.receive(max(0.0, began + bound - time.perf_counter()))
+        model = self.scheduler.budget.model
+        next_look = self._watchdog.next_look(step, model, time.perf_counter() - began)
+        result = self.executor.receive(max(0.0, began + next_look - time.perf_counter()))
         waited = time.perf_counter() - began
-        if result is None and waited >= bound and self._watchdog.hangs(step, waited, self.executor):
+        if result is None and waited >= next_look and self._watchdog.hangs(step, model, waited, self.executor):
             path = self._watchdog.report(step, self._newest_frame, self.executor)
             raise WorkerFailed(f"step {step.step} took longer than {waited:.1f} s; who did what then is in {path}")
         return result

@@ -86,6 +86,8 @@ class Ranks:
         asked = [actor.leave.remote(LEAVE_SECONDS) for actor in self.actors]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=LEAVE_SECONDS + 1)
         lost = [rank for rank, answer in enumerate(asked) if answer not in answered or not _is_true(answer)]
+        if not self.actors:
+            raise WorkerFailed("the ranks were ended meanwhile")
         for rank in lost:
             self._kill(rank)
         for rank in lost:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -64,12 +64,13 @@ class RayExecutor:
         try:
             self._channel.publish(frame)
         except ChannelClosed as closed:
-            self._failed.wait(1)  # the watcher knows better what became of the rank
-            self._raise_failure()
-            raise WorkerFailed(str(closed)) from closed
+            self._fail(closed)
 
     def receive(self, timeout_seconds: float | None) -> StepResult | None:
-        message = self._channel.receive(timeout_seconds)
+        try:
+            message = self._channel.receive(timeout_seconds)
+        except ChannelClosed as closed:
+            self._fail(closed)
         self._raise_failure()
         return None if message is None else decode_result(message.body)
 
@@ -122,9 +123,11 @@ class RayExecutor:
         self._watcher.start()
         deadline = time.monotonic() + CONNECT_SECONDS
         while self._channel.missing_rank is not None:
-            self._channel.receive(0.5)
-            if self._failure is not None:
-                raise RankDied(str(self._failure))
+            try:
+                self._channel.receive(0.5)
+                self._raise_failure()
+            except (ChannelClosed, WorkerFailed) as failure:
+                raise RankDied(str(failure)) from failure
             if time.monotonic() > deadline:
                 raise WorkerFailed(f"rank {self._channel.missing_rank} did not connect to {self._channel.address.url}")
 
@@ -157,6 +160,11 @@ class RayExecutor:
                 self._failed.set()
                 self._channel.wake()
             return
+
+    def _fail(self, closed: ChannelClosed) -> NoReturn:
+        self._failed.wait(0.3)  # the watcher may know better what became of the rank
+        self._raise_failure()
+        raise WorkerFailed(str(closed)) from closed
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

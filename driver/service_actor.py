@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from driver.cluster import join, running_clusters
 from driver.config import ConfigError
-from driver.startup import FAILED, READY, StartStatus
+from driver.startup import FAILED, LOG_FORMAT, READY, StartStatus
 from driver.wire import SILENCE_SECONDS, ServiceUnavailable
 from parallel.channel import ChannelAddress
 
@@ -47,7 +48,7 @@ class DriverActor:
 
     def __init__(self, options: Mapping[str, Any], settings: ServiceSettings) -> None:
         """options: fields of EngineConfig."""
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
         self._options, self._settings = dict(options), settings
         self._status = StartStatus()
         self._llm: Any = None
@@ -137,7 +138,16 @@ class DriverActor:
             self._end()
 
     def _end(self) -> None:
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        """Ends the actor for good, unless Ray has another process for it by now: that one must not be hit.
+
+        So it is when this machine was cut off, its driver was started again elsewhere, and the network is back.
+        """
+        context = ray.get_runtime_context()
+        if any(node["Alive"] and node["NodeID"] == context.get_node_id() for node in ray.nodes()):
+            ray.kill(context.current_actor, no_restart=True)
+        else:
+            logger.warning("this machine was taken for lost; the process ends alone")
+            os._exit(1)
 
 
 class Locator:
@@ -223,6 +233,8 @@ def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace
             max_restarts=-1,
             max_concurrency=8,
             num_cpus=0,
+            # Here, beside the HTTP front: one machine less whose loss breaks the service.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
         )
         .remote(dict(options), settings)
     )

@@ -8,6 +8,7 @@ from driver.errors import is_input_fault
 from driver.setup import Phases
 
 STARTING, READY, FAILED = "starting", "ready", "failed"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # of every process of ours
 
 
 class StartStatus:

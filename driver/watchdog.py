@@ -20,25 +20,34 @@ MOST_PLAN_CHARACTERS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """floor_seconds: no step that takes less hangs. most_seconds: every step that takes longer does."""
+    """floor_seconds: no step that takes less hangs; then the ranks are asked, again and again.
+
+    most_seconds: every step that takes longer hangs.
+    """
 
     floor_seconds: float
     most_seconds: float
 
-    def bound(self, step: StepInFlight, model: StepTimeModel, waited: float = 0.0) -> float:
-        """Seconds that a step may take before `hangs` is asked. waited: seconds that it has taken so far."""
+    def next_look(self, step: StepInFlight, model: StepTimeModel, waited: float = 0.0) -> float:
+        """When `hangs` is to be asked: after so many seconds of the step. waited: those that it has taken so far."""
+        return min((waited // self.floor_seconds + 1) * self.floor_seconds, self._limit(step, model))
+
+    def hangs(self, step: StepInFlight, model: StepTimeModel, waited: float, executor: Executor) -> bool:
+        """Whether a step that has taken so long hangs: it is over its limit, or a rank does not even answer.
+
+        A rank that answers may be slow, as far as the model tells; no limit of a model holds for one that does not.
+        """
+        return waited >= self._limit(step, model) or None in executor.stacks()
+
+    def _limit(self, step: StepInFlight, model: StepTimeModel) -> float:
+        """Seconds after which a step hangs even if all ranks answer."""
         if step.predicted is None:
-            return min((waited // self.floor_seconds + 1) * self.floor_seconds, self.most_seconds)
+            return self.most_seconds
         expected = PATIENCE * step.predicted
         if step.work.tokens > 2 * model.most_tokens:
             # A prediction so far beyond what was seen is a guess; one token after the other is the worst that can be.
             expected = max(expected, 2 * step.work.tokens * model.costs.smallest)
         return min(max(self.floor_seconds, expected), self.most_seconds)
-
-    def hangs(self, step: StepInFlight, waited: float, executor: Executor) -> bool:
-        """Whether a step beyond its bound hangs. While nothing is known of steps, a rank that answers may be slow."""
-        known = step.predicted is not None or waited >= self.most_seconds
-        return known or None in executor.stacks()
 
     def report(self, step: StepInFlight, frame: bytes, executor: Executor) -> str:
         """Writes the plan and the stacks of driver and ranks to a file. Returns its path."""

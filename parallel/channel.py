@@ -17,9 +17,13 @@ import zmq.utils.monitor
 
 from parallel.wake import WakePipe
 
-HEARTBEAT_MS = 1000
+HEARTBEAT_MS = 500
 HEARTBEAT_TIMEOUT_MS = 8000
+# How long a machine may leave a heartbeat unacknowledged. That is between the kernels: a process that is merely
+# stopped or busy is not taken for gone. With the heartbeats' interval, one that vanishes is noticed within 2 s.
+VANISHED_MS = 1200
 CONNECT_SECONDS = 10.0  # the driver listens before it gives its address away
+_DOUBT_SECONDS, _DOUBT_TICK_MS = 1.0, 50
 _MAX_RESULT_BYTES = 64 << 20
 
 
@@ -90,11 +94,17 @@ class DriverChannel:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RESULT_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._monitor: zmq.Socket | None = None
+        self._doubt_until = 0.0  # `time.monotonic()`; somebody has hung up, and it may have been a rank
+        self._waker = WakePipe()
+        self._poller = zmq.Poller()
+        if host is not None:
+            self._socket.setsockopt(zmq.TCP_MAXRT, VANISHED_MS)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._poller.register(self._monitor, zmq.POLLIN)
         self.address = bind(self._socket, host)
         self._peers: dict[int, bytes] = {}
         self._ranks: dict[bytes, int] = {}
-        self._waker = WakePipe()
-        self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._closed = False
@@ -106,16 +116,21 @@ class DriverChannel:
 
     def publish(self, frame: bytes) -> None:
         """Sends one frame to every rank. Raises ChannelClosed when a rank's connection is gone."""
-        for rank, peer in self._peers.items():
-            try:
-                self._socket.send_multipart([peer, b"plan", frame], copy=len(frame) < 65536)
-            except zmq.ZMQError as error:
-                raise ChannelClosed(f"rank {rank} is no longer connected") from error
+        self._send_all(b"plan", frame)
 
     def receive(self, timeout_seconds: float | None) -> Message | None:
-        """The next message of a rank, or None when woken or when time is up."""
+        """The next message of a rank, or None when woken or when time is up.
+
+        None may also come early. Raises ChannelClosed when the TCP connection of a rank breaks.
+        """
+        in_doubt = time.monotonic() < self._doubt_until
         timeout = None if timeout_seconds is None else int(timeout_seconds * 1000)
-        ready = dict(self._poller.poll(timeout))
+        ready = dict(self._poller.poll(_DOUBT_TICK_MS if in_doubt else timeout))
+        if self._monitor in ready:
+            zmq.utils.monitor.recv_monitor_message(self._monitor)
+            self._doubt_until = time.monotonic() + _DOUBT_SECONDS
+        if in_doubt:
+            self._send_all(b"ping", b"")
         if self._waker.fileno() in ready:
             self._waker.take()
         if self._socket not in ready:
@@ -131,6 +146,9 @@ class DriverChannel:
         if self._closed:
             return
         self._closed = True
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()  # ending the context would wait for it for ever
         for peer in self._peers.values():
             try:
                 self._socket.send_multipart([peer, b"close", b""], flags=zmq.NOBLOCK)
@@ -139,6 +157,13 @@ class DriverChannel:
         self._socket.close()
         self._context.term()
         self._waker.close()
+
+    def _send_all(self, kind: bytes, body: bytes) -> None:
+        for rank, peer in self._peers.items():
+            try:
+                self._socket.send_multipart([peer, kind, body], copy=len(body) < 65536)
+            except zmq.ZMQError as error:
+                raise ChannelClosed(f"rank {rank} is no longer connected") from error
 
     def _take(self, parts: list[bytes]) -> Message | None:
         if len(parts) != 3:
@@ -185,7 +210,10 @@ class WorkerChannel:
                 self._take_event()
             # Looked at in any case: what the driver sent before it left must not be lost.
             if self._socket.poll(0):
-                return self._take()
+                frame = self._take()
+                if frame is not None:
+                    return frame
+                continue
             if self._lost:
                 raise ChannelClosed("the driver has gone away")
             if self._connect_deadline is not None and time.monotonic() > self._connect_deadline:
@@ -204,11 +232,12 @@ class WorkerChannel:
         elif event == zmq.EVENT_DISCONNECTED:
             self._lost = True
 
-    def _take(self) -> bytes:
+    def _take(self) -> bytes | None:
+        """A frame; None for a message that only asked whether anybody is here."""
         kind, body = self._socket.recv_multipart()
         if kind == b"close":
             raise ChannelClosed("the driver has closed the channel", farewell=True)
-        return body
+        return body if kind == b"plan" else None
 
     def send(self, kind: bytes, body: bytes) -> None:
         self._socket.send_multipart([kind, body])

@@ -118,6 +118,12 @@ start_head() {
         # Without this, Ray on Linux replaces the loopback address by one that others can reach.
         set_variable RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER 0
     fi
+    if [ "$nodes" != 1 ]; then
+        # A lost machine's ranks are made anew elsewhere once Ray knows that it is lost: by default after 15 to 65 s.
+        set_variable RAY_health_check_period_ms "${RAY_health_check_period_ms:-1000}"
+        set_variable RAY_health_check_timeout_ms "${RAY_health_check_timeout_ms:-3000}"
+        set_variable RAY_health_check_failure_threshold "${RAY_health_check_failure_threshold:-3}"
+    fi
     say "starting Ray's head on ${ip:-this machine}"
     start_ray --head --dashboard-port "$dashboard_port" ${ip:+--node-ip-address "$ip"}
     [ -n "$dry" ] || RAY_ADDRESS="$(cat "$(cat "$state/folder")/ray_current_cluster")"

@@ -19,6 +19,8 @@ from workers.spec import WorkerPlace, WorkerReady, WorkerSpec
 if TYPE_CHECKING:
     from workers.worker import Worker
 
+LEAVE_SECONDS = 1.5  # what a driver that lives gets to tell a rank whose connection broke that the epoch is over
+
 
 class WorkerActor:
     """One rank in a process of its own, on the device that Ray assigned to it.
@@ -33,7 +35,7 @@ class WorkerActor:
         self._share = 0.0
         self._busy = threading.Lock()  # held by `start` and `serve`
         self._broken = False
-        self._left = False
+        self._leaving = threading.Event()
 
     def place(self) -> WorkerPlace:
         return WorkerPlace(ray.util.get_node_ip_address(), os.getpid())
@@ -51,7 +53,7 @@ class WorkerActor:
         from workers.worker import Worker
 
         with self._busy:
-            self._left = False
+            self._leaving.clear()
             if store_host is None or self.spec.rank > 0:
                 self._store = None
             if store_host is not None and self._store is None:
@@ -73,19 +75,19 @@ class WorkerActor:
         from parallel.shared_memory import RankMissingError
 
         with self._busy:
-            if self._left:
+            if self._leaving.is_set():
                 return "it has left"  # that epoch was over before it began
             channel = WorkerChannel(address, self.spec.rank)
             try:
                 self.worker.serve(channel)
             except ChannelClosed as closed:
-                if not closed.farewell:
+                if not (closed.farewell or self._leaving.wait(LEAVE_SECONDS)):
                     os._exit(1)  # nobody is left to report to, and nothing here may outlive the driver
                 return str(closed)
             except (CollectiveError, RankMissingError) as error:
                 return str(error)
             except BaseException as error:
-                if self._left:  # a collective that was ended may raise anything
+                if self._leaving.is_set():  # a collective that was ended may raise anything
                     return str(error)
                 self._broken = True
                 raise
@@ -100,7 +102,7 @@ class WorkerActor:
     @ray.method(concurrency_group="watch")
     def leave(self, seconds: float) -> bool:
         """Ends the epoch for this rank. Returns whether it stands ready for the next one, weights and all, in time."""
-        self._left = True
+        self._leaving.set()
         if self.worker is not None:
             self.worker.group.leave()
         if not self._busy.acquire(timeout=seconds):

@@ -27,9 +27,13 @@ def model(most_tokens: int = 1000) -> StepTimeModel:
     return model
 
 
+ANSWERING, SILENT = (SimpleNamespace(stacks=lambda texts=texts: texts) for texts in (["a", "b"], ["a", None]))
+
+
 @pytest.mark.parametrize(
-    ("predicted", "tokens", "bound"),
+    ("predicted", "tokens", "limit"),
     [
+        (None, 8, 600),  # nothing is known of steps yet
         (0.01, 8, 10),  # the floor
         (2.0, 8, 40),  # twenty times
         (100.0, 8, 600),  # never more than this
@@ -37,21 +41,23 @@ def model(most_tokens: int = 1000) -> StepTimeModel:
         (0.5, 5000, 110),  # far larger: as if each token took a step of its own, twice over
     ],
 )
-def test_bounds(predicted: float, tokens: int, bound: float) -> None:
-    assert WATCHDOG.bound(step(predicted, tokens), model()) == pytest.approx(bound)
+def test_a_step_whose_ranks_answer_hangs_at_its_limit(predicted: float | None, tokens: int, limit: float) -> None:
+    one = step(predicted, tokens)
+    assert not WATCHDOG.hangs(one, model(), limit - 0.1, ANSWERING)
+    assert WATCHDOG.hangs(one, model(), limit + 0.1, ANSWERING)
 
 
-@pytest.mark.parametrize(("waited", "bound"), [(0, 10), (9.9, 10), (10, 20), (595, 600), (700, 600)])
-def test_while_nothing_is_known_it_looks_again_and_again(waited: float, bound: float) -> None:
-    assert WATCHDOG.bound(step(None), StepTimeModel(), waited) == bound
+@pytest.mark.parametrize("predicted", [None, 0.01, 30.0])
+def test_a_rank_that_does_not_answer_hangs_whatever_the_model_expects(predicted: float | None) -> None:
+    assert WATCHDOG.hangs(step(predicted), model(), 10, SILENT)
 
 
-def test_a_rank_that_answers_may_be_slow_until_steps_are_known() -> None:
-    answers, silent = (SimpleNamespace(stacks=lambda texts=texts: texts) for texts in (["a", "b"], ["a", None]))
-    assert not WATCHDOG.hangs(step(None), 10, answers)
-    assert WATCHDOG.hangs(step(None), 10, silent)
-    assert WATCHDOG.hangs(step(None), 600, answers)
-    assert WATCHDOG.hangs(step(0.5), 10, answers)
+@pytest.mark.parametrize(
+    ("predicted", "waited", "look"),
+    [(None, 0, 10), (None, 9.9, 10), (None, 10, 20), (None, 595, 600), (None, 700, 600), (0.01, 0, 10), (2.2, 40, 44)],
+)
+def test_it_looks_at_every_floor_and_at_the_limit(predicted: float | None, waited: float, look: float) -> None:
+    assert WATCHDOG.next_look(step(predicted), model(), waited) == pytest.approx(look)
 
 
 def test_the_report_has_plan_and_stacks() -> None:

@@ -1,12 +1,14 @@
 """Run by test_nodes.py on the Ray that RAY_ADDRESS names; prints one JSON object.
 
 `generate FOLDER MAX_TOKENS TOKEN..`: an engine of two ranks, its tokens and its ranks' places.
+`loss FOLDER MAX_TOKENS TOKEN..`: tells the places of the ranks and generates until one has been lost.
 `gpus FOLDER`: the places of the ranks of two engines with two GPUs each, none of which does anything.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -42,6 +44,17 @@ def generate(folder: str, max_tokens: str, *prompt: str) -> dict[str, Any]:
         return {"tokens": tokens, "driver": driver_node, "places": places(llm._engine.executor.ranks.actors)}
 
 
+def loss(folder: str, max_tokens: str, *prompt: str) -> dict[str, Any]:
+    params = SamplingParams(temperature=0, max_tokens=int(max_tokens), ignore_eos=True)
+    answers = []
+    with LLM(folder, tensor_parallel_size=2, device="cpu", dtype="float32", num_kv_blocks=64) as llm:
+        recoveries, ranks = llm._engine.recoveries, llm._engine.executor.ranks
+        print(json.dumps(places(ranks.actors)), flush=True)
+        while recoveries.restarts == 0:
+            answers.append(llm.generate([int(word) for word in prompt], params).output_token_ids)
+        return {"answers": answers, "restarts": recoveries.restarts, "places": places(ranks.actors)}
+
+
 def gpus(folder: str) -> dict[str, Any]:
     first, second = _placed(folder), _placed(folder)
     try:
@@ -61,4 +74,5 @@ def _placed(folder: str) -> Executor:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"generate": generate, "gpus": gpus}[sys.argv[1]](*sys.argv[2:])))
+    logging.basicConfig()
+    print(json.dumps({"generate": generate, "loss": loss, "gpus": gpus}[sys.argv[1]](*sys.argv[2:])))

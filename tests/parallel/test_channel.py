@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -253,3 +254,41 @@ def test_a_worker_whose_driver_is_gone_already_does_not_wait_for_ever(
     worker = connect(gone.address, 0)
     with pytest.raises(ChannelClosed):
         worker.receive(WAIT)
+
+
+WORKER = """
+import sys
+from parallel.channel import ChannelAddress, WorkerChannel
+url, token, key = sys.argv[1:]
+channel = WorkerChannel(ChannelAddress(url, bytes.fromhex(token), bytes.fromhex(key)), 0)
+channel.receive(60)
+"""
+
+
+def listen(driver: DriverChannel, until: float) -> None:
+    while time.monotonic() < until:
+        driver.receive(1.0)
+
+
+def test_over_tcp_the_driver_notices_a_rank_whose_connection_breaks_and_no_stranger() -> None:
+    driver = DriverChannel(1, "127.0.0.1")
+    address = driver.address
+    words = [address.url, address.token.hex(), address.server_key.hex()]
+    process = subprocess.Popen([sys.executable, "-c", WORKER, *words], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + WAIT
+        while driver.missing_rank is not None and time.monotonic() < deadline:
+            driver.receive(0.1)
+        assert driver.missing_rank is None
+        host, _, port = address.url.removeprefix("tcp://").partition(":")
+        for _ in range(3):
+            socket.create_connection((host, int(port))).close()
+            assert driver.receive(0.5) is None
+        process.kill()
+        began = time.monotonic()
+        with pytest.raises(ChannelClosed, match="rank 0 is no longer connected"):
+            listen(driver, began + WAIT)
+    finally:
+        process.kill()
+        process.wait()
+        driver.close()
