@@ -32,11 +32,12 @@ from workers.model import Decoder, make_shard
 from workers.ops import Rotary, make_ops
 from workers.products import pack_products, quantize, settle_products
 from workers.replay import NotRecordable, Replay
-from workers.sampler import Sampler, SamplingRows
+from workers.sampler import Sampler
 from workers.scores import PendingExtras, Scorer, scored_chunks
 from workers.source import resolve_model
 from workers.spec import WorkerSpec
 from workers.state import Rows
+from workers.truncation import SamplingRows
 
 logger = logging.getLogger("quadriga.runner")
 
