@@ -101,12 +101,16 @@ class Scorer:
         top_logprobs = (values_of(top) - total.unsqueeze(-1)).clamp_(min=LEAST_LOGPROB)
         return Scores(*map(_on_host, (token_ids, logprobs, ids_of(top), top_logprobs)))
 
+    @property
+    def prompt_piece(self) -> int:
+        """Tokens of a prompt whose logits are made at once."""
+        return max(1, PIECE_ELEMENTS // self.vocab_size)
+
     def score_prompt(
         self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], chunk: ScoredChunk
     ) -> list[Scores]:
         """hidden: the step's [tokens, hidden]; head: makes logits of some. A few tokens at a time bound the memory."""
-        piece = max(1, PIECE_ELEMENTS // self.vocab_size)
-        parts = []
+        piece, parts = self.prompt_piece, []
         for at in range(0, len(chunk.token_ids), piece):
             token_ids = chunk.token_ids[at : at + piece]
             start = chunk.hidden + at
