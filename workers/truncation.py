@@ -6,7 +6,7 @@ the limits leave is the first so many of them, so that the ranks need to learn o
     small top-k     each rank's k best keys meet (workers/keys.py), and everything is decided among them
     top-k or top-p  radix search for the distance at which the sum of counts or masses reaches its limit: four rounds,
                     in each of which 256 sums a row meet. Of tokens at that very distance the lowest ids are kept
-    min-p           the row's largest logit is all it takes
+    min-p           is a distance from the largest logit, and that is all the ranks have to know
 
 A token's mass is its likelihood in units of the most likely one's 2**-44 or so, an integer: sums are exact in whatever
 order they are made, also by a GPU's atomic additions, and a row is cut alike on any number of ranks.
@@ -91,12 +91,12 @@ class Truncation:
         keys = make_keys(below, self._turned)
         width = min(int(rows.top_k[piece].max()), self.vocab_size)
         best = best_of_ranks(self.group.all_gather(best_keys(keys, width)))
-        top_p, likelihood = self._column(rows.top_p, piece), self._likelihood(values_of(best), rows, piece)
+        distances, top_p = values_of(best), self._column(rows.top_p, piece)
         in_top_k = torch.arange(width, device=self.device) < self._column(rows.top_k, piece)
-        masses = self._masses(likelihood).masked_fill_(~in_top_k, 0)
+        masses = self._masses(distances, rows, piece).masked_fill_(~in_top_k, 0)
         before = masses.cumsum(dim=-1) - masses
         kept = in_top_k & ((before < _share(masses.sum(dim=-1, keepdim=True), top_p)) | (top_p >= 1))
-        kept &= likelihood >= self._column(rows.min_p, piece)
+        kept &= distances >= self._furthest(rows, piece)
         return keys < best.gather(-1, kept.sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0))
 
     def _top_k(self, below: torch.Tensor, rows: SamplingRows, piece: np.ndarray) -> torch.Tensor:
@@ -106,20 +106,25 @@ class Truncation:
         return search.excluded(one)
 
     def _top_p(self, below: torch.Tensor, rows: SamplingRows, piece: np.ndarray) -> torch.Tensor:
-        masses = self._masses(self._likelihood(below.double(), rows, piece))
-        search = Search(below, masses, self.group)
+        search = Search(below, self._masses(below.double(), rows, piece), self.group)
         search.run(_share(search.total, self._column(rows.top_p, piece)))
-        return search.excluded(self._masses(self._likelihood(search.distance, rows, piece)))
+        return search.excluded(self._masses(search.distance, rows, piece))
 
     def _min_p(self, below: torch.Tensor, rows: SamplingRows, piece: np.ndarray) -> torch.Tensor:
-        return self._likelihood(below.double(), rows, piece) < self._column(rows.min_p, piece)
+        return below < self._furthest(rows, piece)
 
-    def _likelihood(self, below: torch.Tensor, rows: SamplingRows, piece: np.ndarray) -> torch.Tensor:
-        """Of [n, m] fp64 distances, which are given up: how likely tokens are, the most likely one being 1."""
-        return below.div_(self._column(rows.temperature, piece)).exp_()
+    def _furthest(self, rows: SamplingRows, piece: np.ndarray) -> torch.Tensor:
+        """[n, 1] fp32: the distance at which a token is min_p times as likely as the most likely one, rounded up."""
+        with np.errstate(divide="ignore"):
+            exact = rows.temperature[piece] * np.log(rows.min_p[piece])
+        near = exact.astype(np.float32)
+        near = np.where(near < exact, np.nextafter(near, np.float32(np.inf)), near)
+        return to_device(near, self.device).unsqueeze(-1)
 
-    def _masses(self, likelihood: torch.Tensor) -> torch.Tensor:
-        return (likelihood * self.mass_unit).round_().long()
+    def _masses(self, distances: torch.Tensor, rows: SamplingRows, piece: np.ndarray) -> torch.Tensor:
+        """Of [n, m] fp64 distances: [n, m] int64."""
+        likelihood = (distances / self._column(rows.temperature, piece)).exp_()
+        return likelihood.mul_(self.mass_unit).round_().long()
 
     def _column(self, values: np.ndarray, piece: np.ndarray) -> torch.Tensor:
         return to_device(values[piece], self.device).unsqueeze(-1)
