@@ -43,7 +43,7 @@ class Sampler:
         self.first_id = looked_at.start
         own_ids = torch.arange(looked_at.start, looked_at.stop, dtype=torch.int64, device=device)
         self.picking = CompiledPicking(kernels, own_ids) if kernels else TorchPicking(own_ids, noise)
-        self.truncation = Truncation(looked_at, max(map(len, ranges)), vocab_size, group, device)
+        self.truncation = Truncation(looked_at, max(map(len, ranges)), vocab_size, group, device, kernels)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """logits: [s, own ids] fp32, changed in place. Returns [s] int64 token ids, equal on all ranks.

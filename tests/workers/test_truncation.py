@@ -20,11 +20,17 @@ from tests.workers.limits import make_rows, truncate
 from tests.workers.recording import Recorder
 from tests.workers.test_waits import Watch
 from workers import truncation
+from workers.kernels import Kernels, find_kernels
 from workers.noise import gumbel_noise, noise_keys
 from workers.sampler import NOT_FINITE, Sampler
 from workers.truncation import SamplingRows
 
 CPU = torch.device("cpu")
+KERNELS = find_kernels(CPU)
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels here")
+EITHER = pytest.mark.parametrize(
+    "kernels", [None, pytest.param(KERNELS, marks=needs_kernels)], ids=["torch", "compiled"]
+)
 
 
 class Counting:
@@ -38,13 +44,15 @@ class Counting:
         return self.group.all_gather(tensor)
 
 
-def left(logits: torch.Tensor, rows: SamplingRows, size: int, at_once: int = 0) -> tuple[torch.Tensor, list[int]]:
+def left(
+    logits: torch.Tensor, rows: SamplingRows, size: int, at_once: int = 0, kernels: Kernels | None = None
+) -> tuple[torch.Tensor, list[int]]:
     """[n, vocab] of what all ranks make of the logits, and the tokens. at_once: rows, where that is not 0."""
     vocab = logits.shape[1]
 
     def run(group: TensorParallelGroup) -> tuple[torch.Tensor, list[int]]:
         own = deal_lanes(vocab, size)[group.rank]
-        sampler = Sampler(vocab, group, CPU)
+        sampler = Sampler(vocab, group, CPU, kernels)
         sampler.truncation.rows_at_once = at_once or sampler.truncation.rows_at_once
         part = logits[:, own.start : own.stop].clone()
         tokens = sampler.sample(part, rows).tolist()
@@ -103,15 +111,16 @@ def make_logits(row: dict[str, Any], vocab: int) -> torch.Tensor:
     st.sampled_from([1, 2, 3, 5]),
     st.sampled_from([0, 3, 1024]),
     st.sampled_from([0, 1, 2]),
+    st.booleans(),
 )
 def test_the_same_is_kept_as_by_a_sort(
-    given_rows: list[dict[str, Any]], vocab: int, size: int, small: int, at_once: int
+    given_rows: list[dict[str, Any]], vocab: int, size: int, small: int, at_once: int, is_compiled: bool
 ) -> None:
     logits = torch.stack([make_logits(row, vocab) for row in given_rows])
     names = ("temperature", "top_k", "top_p", "min_p", "seeds")
     rows = make_rows(len(logits), **{name: [row[name] for row in given_rows] for name in names})
     with patch.object(truncation, "SMALL_TOP_K", small):
-        masked, tokens = left(logits, rows, size, at_once)
+        masked, tokens = left(logits, rows, size, at_once, KERNELS if is_compiled else None)
     must, may = bounds(logits, rows)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).double() / torch.from_numpy(rows.temperature).unsqueeze(-1)
     possible = scaled.isfinite()  # of the others, which no noise can bring up, more may be kept
@@ -130,19 +139,23 @@ def test_the_same_is_kept_as_by_a_sort(
 
 @pytest.mark.parametrize("small", [0, 1024])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_of_equal_logits_the_lowest_ids_are_kept(monkeypatch: pytest.MonkeyPatch, size: int, small: int) -> None:
+@EITHER
+def test_of_equal_logits_the_lowest_ids_are_kept(
+    monkeypatch: pytest.MonkeyPatch, size: int, small: int, kernels: Kernels | None
+) -> None:
     """Also where the cut lies among them, on another rank than the first, and to the token."""
     monkeypatch.setattr(truncation, "SMALL_TOP_K", small)
     rows = make_rows(6, top_k=[3, 0, 200, 5, 150, 0], top_p=[1.0, 0.5, 1.0, 1.0, 0.5, 1e-9])
     logits = torch.zeros(6, 256)
     logits[3, ::2] = -0.0
     logits[4, [250, 255]] = -1e-3
-    kept = left(logits, rows, size)[0].isfinite()
+    kept = left(logits, rows, size, kernels=kernels)[0].isfinite()
     counts = [3, 128, 200, 5, 75, 1]
     assert torch.equal(kept, torch.arange(256) < torch.tensor(counts).unsqueeze(-1))
 
 
-def test_real_vocabularies_are_cut_to_the_token() -> None:
+@EITHER
+def test_real_vocabularies_are_cut_to_the_token(kernels: Kernels | None) -> None:
     """Where no limit falls on a border between two tokens; bounds coincide."""
     vocab, generator = 49_152, torch.Generator().manual_seed(5)
     logits = 2.5 * torch.randn(10, vocab, generator=generator)
@@ -152,17 +165,20 @@ def test_real_vocabularies_are_cut_to_the_token() -> None:
     must, may = bounds(logits, rows)
     assert torch.equal(must, may)
     for size in (1, 3):
-        assert torch.equal(left(logits, rows, size)[0].isfinite(), may)
+        assert torch.equal(left(logits, rows, size, kernels=kernels)[0].isfinite(), may)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("limits", [{"top_k": 4}, {"top_k": 5000}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_a_row_that_holds_no_number_spoils_no_other(limits: dict[str, float], size: int) -> None:
+@EITHER
+def test_a_row_that_holds_no_number_spoils_no_other(
+    limits: dict[str, float], size: int, kernels: Kernels | None
+) -> None:
     logits = torch.randn(5, 301, generator=torch.Generator().manual_seed(3))
     logits[0, 150] = math.nan
     logits[2, 300] = math.inf
     logits[4] = -math.inf
-    tokens = left(logits, make_rows(5, **limits), size)[1]
+    tokens = left(logits, make_rows(5, **limits), size, kernels=kernels)[1]
     assert [token == NOT_FINITE for token in tokens] == [True, False, True, False, True]
     for row in (1, 3):
         assert truncate(logits[row : row + 1], make_rows(1, **limits))[0, tokens[row]].isfinite()
