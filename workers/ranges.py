@@ -40,7 +40,7 @@ class Range(Protocol):
 
     def cut(self, order: torch.Tensor, quota: torch.Tensor) -> None:
         """Makes distances of the logits, and -inf of those that come after an order, [n, 1] int32, or are at it and not
-        among the first so many, [n, 1] int64. Nothing is cut where the row's largest logit is no finite number."""
+        among the first so many, [n, 1] int64. Where the row's largest logit is NaN or infinite, no number is left."""
 
 
 class TorchRange:
@@ -69,7 +69,7 @@ class TorchRange:
     def cut(self, order: torch.Tensor, quota: torch.Tensor) -> None:
         is_at = self.order == order
         is_out = (self.order > order) | (is_at & (is_at.cumsum(dim=-1, dtype=torch.int32) > quota))
-        self.logits[self.index] = self.distances.masked_fill_(is_out & self.top.isfinite(), float("-inf"))
+        self.logits[self.index] = self.distances.masked_fill_(is_out, float("-inf"))
 
 
 class CompiledRange:

@@ -81,7 +81,7 @@ EXPORT int64_t quadriga_weigh(const int64_t* arguments, Member* member) {
 }
 
 // Makes distances of the rows' logits, and -inf of those beyond the row's cut, an order: what comes after it, and at it
-// all but the first so many (quotas). Where the largest logit is no finite number, nothing is cut.
+// all but the first so many (quotas). Where the largest logit is NaN or infinite, no number is left.
 struct Cut {
     Range range;
     int64_t cuts, quotas;
@@ -90,7 +90,7 @@ struct Cut {
 EXPORT int64_t quadriga_cut(const int64_t* arguments, Member* member) {
     const Cut& c = *(const Cut*)arguments;
     each_row(c.range, member, [&](int64_t row, float* logits, float top) {
-        const int32_t cut = std::isfinite(top) ? ((const int32_t*)c.cuts)[row] : INT32_MAX;
+        const int32_t cut = ((const int32_t*)c.cuts)[row];
         int64_t quota = ((const int64_t*)c.quotas)[row];
         for (int64_t i = 0; i < c.range.count; i += LANES) {
             const int64_t rest = c.range.count - i;

@@ -78,7 +78,7 @@ class Truncation:
 
         Top-k, then top-p of what that leaves, then min-p; at least one token stays. What stays becomes its distance:
         numbers near 0 are finer, and no temperature, however small, overflows. Of a row whose largest logit is NaN or
-        infinite that is NaN. Temperatures of the chosen rows must be above 0.
+        infinite no number is left. Temperatures of the chosen rows must be above 0.
         """
         largest = self.group.all_gather(logits.amax(dim=-1, keepdim=True)).amax(dim=0)
         small = chosen & (rows.top_k > 0) & (rows.top_k <= SMALL_TOP_K)

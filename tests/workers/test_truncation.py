@@ -184,6 +184,15 @@ def test_a_row_that_holds_no_number_spoils_no_other(
         assert truncate(logits[row : row + 1], make_rows(1, **limits))[0, tokens[row]].isfinite()
 
 
+def test_min_p_cuts_between_two_neighbouring_numbers() -> None:
+    """Its distance is rounded to fp32 so that no token changes sides."""
+    min_p = np.linspace(0.001, 0.999, 200)
+    near = torch.from_numpy((1.3 * np.log(min_p)).astype(np.float32))
+    logits = torch.stack([torch.zeros(200), near, near.nextafter(torch.tensor(0.0))], dim=-1)
+    kept = left(logits, make_rows(200, temperature=1.3, min_p=min_p), 1)[0].isfinite()
+    assert torch.equal(kept, logits.double() >= torch.from_numpy(1.3 * np.log(min_p)).unsqueeze(-1))
+
+
 LIMITS = {
     "top-k": {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
     "large top-k": {"top_k": 1025, "top_p": 0.9, "min_p": 0.1},
