@@ -14,7 +14,8 @@ from workers.cores import available_cores
 logger = logging.getLogger("quadriga.worker")
 
 SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("linear.cpp", "ops.cpp", "sampling.cpp", "exchange.cpp", "replay.cpp")
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("linear", "ops", "sampling", "truncation", "exchange", "replay")
 )
 
 
@@ -32,6 +33,9 @@ class Kernels:
         self.gather = function(library, "quadriga_gather")
         self.best = function(library, "quadriga_best")
         self.candidates = function(library, "quadriga_candidates")
+        self.weigh = function(library, "quadriga_weigh")
+        self.cut = function(library, "quadriga_cut")
+        self.nearest = function(library, "quadriga_nearest")
         self.replay = function(library, "quadriga_replay")
         self.all_reduce = function(library, "quadriga_all_reduce")
 

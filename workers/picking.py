@@ -9,6 +9,7 @@ import torch
 from attention.native import call
 from workers.kernels import Kernels
 from workers.noise import MakeNoise, gumbel_noise, noise_of
+from workers.pieces import rows_at_once
 
 MOST_CANDIDATES = 256  # of a row; where one has more, all of its tokens get their noise
 
@@ -21,6 +22,11 @@ class Noisy:
     high: torch.Tensor
     low: torch.Tensor
     temperatures: torch.Tensor
+
+    def split(self, size: int) -> list[Noisy]:
+        """So many rows at a time."""
+        columns = (self.index, self.high, self.low, self.temperatures)
+        return [Noisy(*part) for part in zip(*(column.split(size) for column in columns), strict=True)]
 
     def of(self, chosen: torch.Tensor) -> Noisy:
         """Those of the rows for which [n] bool `chosen` is true."""
@@ -37,7 +43,8 @@ class TorchPicking:
         """logits: [s, ids] fp32, changed in place. Returns the best score and its place in the range, [s] each."""
         if noisy is not None:
             # argmax(logits / T + noise), times T: no temperature, however small, overflows.
-            logits[noisy.index] += self.noise(noisy.high, noisy.low, self.own_ids) * noisy.temperatures
+            for some in noisy.split(rows_at_once(len(self.own_ids), logits.device)):
+                logits[some.index] += self.noise(some.high, some.low, self.own_ids) * some.temperatures
         values, local = logits.max(dim=-1)
         return values, local
 

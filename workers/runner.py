@@ -18,6 +18,7 @@ from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint
 from parallel.split import shard_heads
 from parallel.upload import CudaLane, Upload
+from scheduler.params import MAX_LOGPROBS
 from scheduler.plan import StepPlan
 from workers.adjust import Adjustments
 from workers.architecture import Architecture
@@ -32,11 +33,12 @@ from workers.model import Decoder, make_shard
 from workers.ops import Rotary, make_ops
 from workers.products import pack_products, quantize, settle_products
 from workers.replay import NotRecordable, Replay
-from workers.sampler import Sampler, SamplingRows
-from workers.scores import PendingExtras, Scorer, scored_chunks
+from workers.sampler import Sampler
+from workers.scores import PendingExtras, ScoredChunk, Scorer, scored_chunks
 from workers.source import resolve_model
 from workers.spec import WorkerSpec
 from workers.state import Rows
+from workers.truncation import SMALL_TOP_K, SamplingRows
 
 logger = logging.getLogger("quadriga.runner")
 
@@ -276,12 +278,18 @@ class ModelRunner:
     def profile(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step without a cache, so that its activations show up in the device's memory statistics.
 
-        All rows are sampled in the way that takes the most memory. All ranks call it.
+        All rows are sampled and scored in the ways that take the most memory, and prompt tokens are scored; what that
+        makes of the logits is made of a few rows at a time (workers/pieces.py). All ranks call it.
         """
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         hidden = self.model(token_ids, token_ids, lambda layer, query, key, value, rotary, window: query)
         logits = self.model.head(hidden[: min(num_rows, num_tokens)])
-        rows = len(logits)
+        piece = ScoredChunk(0, 0, 0, token_ids[: self.scorer.prompt_piece], MAX_LOGPROBS)
+        self.scorer.score_prompt(hidden, self.model.head, piece)
+        kept, rows = logits.clone(), len(logits)
         whole = {"seeds": np.zeros(rows, np.uint64), "positions": np.zeros(rows, np.int64)}
-        truncated = {"top_k": np.full(rows, 50), "top_p": np.full(rows, 0.9), "min_p": np.full(rows, 0.01)}
-        self.sampler.sample(logits, SamplingRows(temperature=np.ones(rows), **whole, **truncated))
+        limits = {"top_p": np.full(rows, 0.9), "min_p": np.full(rows, 0.01)}
+        for top_k in (SMALL_TOP_K, SMALL_TOP_K + 1):  # what small and what large ones take
+            how = SamplingRows(temperature=np.ones(rows), top_k=np.full(rows, top_k), **whole, **limits)
+            tokens = self.sampler.sample(logits, how)
+        self.scorer.score(kept, tokens, MAX_LOGPROBS)

@@ -1,7 +1,6 @@
 """Log probabilities of chosen tokens and of the most likely ones, from logits of which each rank holds a range.
 
-The tokens of a row are ordered by one 64-bit key each: the logit, as an integer that sorts alike, above the id turned
-round. So the order is the same on any number of ranks, ties included, and only a few keys of each rank have to meet.
+Of each rank only its part of the softmax's sum and the keys (workers/keys.py) of a few tokens have to meet.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ from scheduler.frame import StepExtras
 from scheduler.logprobs import LEAST_LOGPROB, TokenLogprobs
 from scheduler.plan import StepPlan
 from workers.inputs import to_device
+from workers.keys import LOWEST, best_keys, best_of_ranks, ids_of, make_keys, turned_ids, values_of
+from workers.pieces import PIECE_ELEMENTS, rows_at_once
 from workers.state import Rows
-
-PIECE_ELEMENTS = 1 << 21  # logits that are made at once
-CACHED_ELEMENTS = 1 << 17  # of these, as many as a CPU's cache holds with all that is made of them
-_LOWEST = -(2**63)
-_ID_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +86,31 @@ class Scorer:
 
     def __init__(self, own_ids: range, vocab_size: int, group: TensorParallelGroup, device: torch.device) -> None:
         self.own_ids, self.vocab_size, self.group = own_ids, vocab_size, group
-        self._turned = _ID_MASK - torch.arange(own_ids.start, own_ids.stop, dtype=torch.int64, device=device)
+        self._turned = turned_ids(own_ids.start, own_ids.stop, device)
 
     def score(self, logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> Scores:
         """logits: [n, own ids] fp32; token_ids: [n] int64, on the device. width: most likely tokens to tell of."""
         width = min(width, self.vocab_size)
-        size = len(logits)
-        if logits.device.type == "cpu":
-            size = max(1, CACHED_ELEMENTS // max(1, len(self.own_ids)))
+        size = rows_at_once(len(self.own_ids), logits.device)
         parts = zip(logits.split(size), token_ids.split(size), strict=True)
         ranks = self.group.all_gather(torch.cat([self._found(*part, width) for part in parts]))
         total = ranks[:, :, 0].view(torch.float64).logsumexp(dim=0)
         chosen = ranks[:, :, 1].amax(dim=0)
-        top = ranks[:, :, 2:].permute(1, 0, 2).flatten(1).topk(width, dim=-1).values
-        logprobs = (_values(chosen) - total).clamp_(min=LEAST_LOGPROB)
-        top_logprobs = (_values(top) - total.unsqueeze(-1)).clamp_(min=LEAST_LOGPROB)
-        return Scores(*map(_on_host, (token_ids, logprobs, _ID_MASK - (top & _ID_MASK), top_logprobs)))
+        top = best_of_ranks(ranks[:, :, 2:])
+        logprobs = (values_of(chosen) - total).clamp_(min=LEAST_LOGPROB)
+        top_logprobs = (values_of(top) - total.unsqueeze(-1)).clamp_(min=LEAST_LOGPROB)
+        return Scores(*map(_on_host, (token_ids, logprobs, ids_of(top), top_logprobs)))
+
+    @property
+    def prompt_piece(self) -> int:
+        """Tokens of a prompt whose logits are made at once."""
+        return max(1, PIECE_ELEMENTS // self.vocab_size)
 
     def score_prompt(
         self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], chunk: ScoredChunk
     ) -> list[Scores]:
         """hidden: the step's [tokens, hidden]; head: makes logits of some. A few tokens at a time bound the memory."""
-        piece = max(1, PIECE_ELEMENTS // self.vocab_size)
-        parts = []
+        piece, parts = self.prompt_piece, []
         for at in range(0, len(chunk.token_ids), piece):
             token_ids = chunk.token_ids[at : at + piece]
             start = chunk.hidden + at
@@ -122,23 +120,19 @@ class Scorer:
     def _found(self, logits: torch.Tensor, token_ids: torch.Tensor, width: int) -> torch.Tensor:
         """[n, 2 + width] int64: what this rank adds to the sum, as fp64 bits, the tokens' keys, and its best ones."""
         total = logits.double().logsumexp(dim=-1, keepdim=True)
-        return torch.cat((total.view(torch.int64), self._keys(logits, token_ids), self._best(logits, width)), dim=-1)
+        found = [total.view(torch.int64), self._keys(logits, token_ids)]
+        if width:
+            found.append(best_keys(make_keys(logits, self._turned), width))
+        return torch.cat(found, dim=-1)
 
     def _keys(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, 1] keys of these tokens, the lowest where another rank has them."""
         if not self.own_ids:
-            return torch.full((len(logits), 1), _LOWEST, dtype=torch.int64, device=logits.device)
+            return torch.full((len(logits), 1), LOWEST, dtype=torch.int64, device=logits.device)
         local = (token_ids - self.own_ids.start).unsqueeze(-1)
         is_own = (local >= 0) & (local < len(self.own_ids))
         local = local.clamp(0, len(self.own_ids) - 1)
-        return torch.where(is_own, _keys(logits.gather(-1, local), self._turned[local]), _LOWEST)
-
-    def _best(self, logits: torch.Tensor, width: int) -> torch.Tensor:
-        """[n, width] keys of the range's most likely tokens, the lowest where it has no more."""
-        best = torch.full((len(logits), width), _LOWEST, dtype=torch.int64, device=logits.device)
-        if own := min(width, len(self.own_ids)):
-            best[:, :own] = _keys(logits, self._turned).topk(own, dim=-1).values
-        return best
+        return torch.where(is_own, make_keys(logits.gather(-1, local), self._turned[local]), LOWEST)
 
 
 def scored_chunks(plan: StepPlan, rows: Rows, device: torch.device) -> list[ScoredChunk]:
@@ -155,18 +149,6 @@ def scored_chunks(plan: StepPlan, rows: Rows, device: torch.device) -> list[Scor
                 found.append(ScoredChunk(index, first, hidden, token_ids, extras.prompt_logprobs))
         offset += chunk.length
     return found
-
-
-def _keys(logits: torch.Tensor, turned_ids: torch.Tensor) -> torch.Tensor:
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
-    return ordered.long().bitwise_left_shift_(32).bitwise_or_(turned_ids)
-
-
-def _values(keys: torch.Tensor) -> torch.Tensor:
-    """The fp32 logits of keys, as fp64."""
-    ordered = (keys >> 32).int()
-    return ordered.bitwise_xor_((ordered >> 31).bitwise_and_(0x7FFFFFFF)).view(torch.float32).double()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

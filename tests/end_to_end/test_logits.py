@@ -56,8 +56,10 @@ def logits_in_chunks(folder: Path, prompt: list[int], chunk_size: int, group: Te
             inputs = build_inputs(plan, runner.rows, runner.last_tokens, runner.device)
             hidden = runner.hidden_states(inputs)
             runner.rows.advance(plan)
-        own = runner.model.head(hidden[-1:])
-        return runner.sampler._gather(own)[0]
+        own, ids = runner.model.head(hidden[-1:])[0], runner.sampler.own_range
+        whole = torch.zeros(runner.model.head.vocab_size)
+        whole[ids.start : ids.stop] = own
+        return group.all_reduce(whole)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from parallel.group import TensorParallelGroup
 from parallel.split import deal_lanes
 from tests.ranks import run_ranks
+from tests.workers.limits import make_rows
 from workers.noise import gumbel_noise, noise_keys
-from workers.sampler import Sampler, SamplingRows, truncate
+from workers.sampler import Sampler
+from workers.truncation import SamplingRows
 
 CPU = torch.device("cpu")
 VOCAB = 301
 SIZES = [1, 2, 3]
-DEFAULTS = {"seeds": 7, "positions": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-DTYPES = {"seeds": np.uint64, "positions": np.int64, "top_k": np.int64}
-
-
-def make_rows(count: int, **given: Any) -> SamplingRows:
-    """`count` rows; a value given once holds for all of them."""
-    columns = {**DEFAULTS, **given}
-    return SamplingRows(
-        **{
-            name: np.broadcast_to(np.asarray(value, DTYPES.get(name, np.float64)), (count,)).copy()
-            for name, value in columns.items()
-        }
-    )
 
 
 def keys_of(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,56 +159,6 @@ def test_frequencies_over_seeds_follow_the_softmax_too() -> None:
     due = draws * LOGITS.double().softmax(-1)
     chi_square = ((torch.bincount(tokens, minlength=12) - due) ** 2 / due).sum()
     assert torch.special.gammaincc(torch.tensor(5.5).double(), chi_square / 2) > 0.001
-
-
-def kept_by_definition(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Top-k, then of the rest top-p, then min-p; equal logits in order of their ids."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if top_k:
-        order = order[:top_k]
-    weights = [math.exp(logits[i] - logits[order[0]]) for i in order]
-    kept, before = set(), 0.0
-    for place, (i, weight) in enumerate(zip(order, weights, strict=True)):
-        in_nucleus = top_p >= 1 or before / math.fsum(weights) < top_p
-        if place == 0 or (in_nucleus and weight >= min_p):
-            kept.add(i)
-        before += weight
-    return kept
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 2**32 - 1),
-            st.sampled_from([0, 1, 2, 5, 20, 23, 500]),
-            st.sampled_from([1.0, 0.9, 0.5, 0.1, 1e-9]),
-            st.sampled_from([0.0, 0.01, 0.3, 1.0]),
-        ),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_truncation_keeps_what_its_definition_says(given_rows: list[tuple[int, int, float, float]]) -> None:
-    logits = torch.cat([random_logits(1, vocab=23, scale=2.0, seed=seed) for seed, *_ in given_rows])
-    _, top_k, top_p, min_p = zip(*given_rows, strict=True)
-    rows = make_rows(len(given_rows), top_k=top_k, top_p=top_p, min_p=min_p)
-    masked = truncate(logits, rows, np.ones(len(given_rows), bool))
-    for row, (_, k, p, m) in enumerate(given_rows):
-        kept = set(torch.isfinite(masked[row]).nonzero().flatten().tolist())
-        assert kept == kept_by_definition(logits[row].tolist(), k, p, m)
-        assert torch.equal(masked[row, sorted(kept)], logits[row, sorted(kept)])
-
-
-def test_truncation_of_equal_logits_keeps_the_lowest_ids() -> None:
-    masked = truncate(torch.zeros(2, 8), make_rows(2, top_k=[3, 0], top_p=[1.0, 0.5]), np.ones(2, bool))
-    assert torch.isfinite(masked).tolist() == [[i < 3 for i in range(8)], [i < 4 for i in range(8)]]
-
-
-def test_truncation_takes_the_settings_of_the_chosen_rows() -> None:
-    rows = make_rows(3, top_k=[1, 2, 3])
-    masked = truncate(random_logits(2, vocab=9), rows, np.array([True, False, True]))
-    assert torch.isfinite(masked).sum(-1).tolist() == [1, 3]
 
 
 # (seed, position) = (0, 0), (42, 17), (2**64 - 1, 100000); noise for ids 0, 1, 2, 300, 150000.

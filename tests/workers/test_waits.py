@@ -71,6 +71,8 @@ ASKED = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.7},
     "truncated": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+    "nucleus": {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1},
+    "large top_k": {"temperature": 0.7, "top_k": 2000},
     "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     "bias": {"bias_ids": [1, 2], "biases": [1.0, -1.0], "min_tokens": 4, "end_ids": [3]},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
