@@ -58,7 +58,7 @@ def test_attention(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(dtype: torch.dtype, kernels: Kernels) -> None:
     matrix, weight = Matrix(77, 53, dtype, torch.device("cpu")), randn(77, 53, dtype=dtype)
-    matrix.weight.copy_(weight)
+    matrix.fill(weight)
     matrix.adopt(PackedProducts(kernels))
     for rows in (1, 3, 40):
         x = randn(rows, 53, dtype=dtype, seed=rows)
@@ -90,6 +90,6 @@ def test_numbers_of_every_kind_keep_their_value(kernels: Kernels) -> None:
         numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).unsqueeze(1)
         numbers = numbers[~numbers.isnan() & ((numbers == 0) | (numbers.abs() >= torch.finfo(dtype).tiny))].unsqueeze(1)
         matrix = Matrix(1, 1, dtype, torch.device("cpu"))
-        matrix.weight.fill_(1)
+        matrix.fill(torch.ones(1, 1))
         matrix.adopt(PackedProducts(kernels))
         assert torch.equal(matrix(numbers), numbers)
