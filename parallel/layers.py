@@ -85,7 +85,7 @@ class Matrix(nn.Module):
         self.quantization = quantization
 
     def fill(self, weight: torch.Tensor) -> None:
-        """Copies plain numbers [outputs, inputs]."""
+        """Copies plain numbers [outputs, inputs], or what spreads to that."""
         self.weight = _empty(self.outputs, self.inputs, dtype=self.dtype, device=self.device)
         self.weight.copy_(weight)
 

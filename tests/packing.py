@@ -184,7 +184,9 @@ KINDS: dict[str, Kind] = {
     "gptq v2": _gptq(4, 16, symmetric=False, v2=True),
     "gptq rows": _gptq(4, -1, symmetric=False),
     "gptq int8": _gptq(8, 16, symmetric=False),
+    "gptq 32": _gptq(4, 32, symmetric=False),
     "awq": _awq(16),
+    "awq 32": _awq(32),
     "packed": _packed(4, 16, symmetric=True),
     "packed asymmetric": _packed(4, 8, symmetric=False),
     "packed rows": _packed(4, -1, symmetric=True),
@@ -209,7 +211,7 @@ def store(folder: Path, kind: Kind, to: Path, left: str = "lm_head") -> tuple[Pa
     tensors = load_file(folder / "model.safetensors")
     quantised = {}
     for name, weight in list(tensors.items()):
-        if name.endswith("proj.weight") and left not in name:
+        if name.endswith(("proj.weight", "lm_head.weight")) and left not in name:
             parts, numbers = kind.pack(weight)
             assert not torch.equal(numbers, weight)
             linear = name.removesuffix(".weight")

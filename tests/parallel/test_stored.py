@@ -114,7 +114,7 @@ def test_compressed_tensors_packs_inputs_and_zero_points_along_outputs(symmetric
 def test_ranks_hold_the_parts_of_one_matrix(name: str, size: int, tmp_path: Path) -> None:
     """Cuts fall inside of words and groups, and the numbers are those that the packers meant, to the bit."""
     kind, numbers, tensors = KINDS[name], {}, {}
-    for seed, (linear, shape) in enumerate((("up", (80, 48)), ("gate", (80, 48)), ("down", (48, 80)))):
+    for seed, (linear, shape) in enumerate((("up", (160, 96)), ("gate", (160, 96)), ("down", (96, 160)))):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         parts, numbers[linear] = kind.pack(weight)
         tensors |= {f"{linear}.{part}": tensor.contiguous() for part, tensor in parts.items()}
@@ -122,9 +122,9 @@ def test_ranks_hold_the_parts_of_one_matrix(name: str, size: int, tmp_path: Path
     half = range(0, 40)  # of the outputs of `up`, as if another rank had the rest
 
     def run(group) -> tuple[torch.Tensor, torch.Tensor]:
-        cut = deal(80, group.size)[group.rank]
-        both = ColumnParallelLinear(48, [("up", 80, half), ("gate", 80, cut)], False, torch.float32, CPU)
-        down = RowParallelLinear("down", 80, cut, 48, False, group, torch.float32, CPU)
+        cut = deal(160, group.size)[group.rank]
+        both = ColumnParallelLinear(96, [("up", 160, half), ("gate", 160, cut)], False, torch.float32, CPU)
+        down = RowParallelLinear("down", 160, cut, 96, False, group, torch.float32, CPU)
         with Checkpoint(tmp_path) as checkpoint:
             for layer in (both, down):
                 layer.matrix.stored = read_format(kind.config)

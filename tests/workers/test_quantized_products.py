@@ -15,13 +15,13 @@ from parallel.layers import Matrix
 from parallel.loader import Checkpoint
 from parallel.quantization import Quantization
 from tests.models import make_tiny_model
-from tests.workers.compiled import DTYPES, assert_product, kernels_or_skip, poisoned, quantized, randn
+from tests.workers.compiled import DTYPES, Fp32Scales, assert_product, kernels_or_skip, poisoned, quantized, randn
 from workers.architecture import read_architecture
 from workers.model import Decoder, make_shard
 from workers.products import QUANTIZATIONS, PackedProducts, Packer, quantize
 
 KERNELS = kernels_or_skip()
-KINDS = [*QUANTIZATIONS.values(), Quantization(4, group=6)]
+KINDS = [*QUANTIZATIONS.values(), Quantization(4, group=6), Fp32Scales(4, group=8), Fp32Scales(4, group=256)]
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
 
