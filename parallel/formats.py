@@ -67,7 +67,7 @@ def read_format(quantization: Any) -> StoredFormat | None:
 
 
 def _gptq(quantization: Mapping[str, Any]) -> StoredFormat:
-    name, bits = "gptq", quantization["bits"]
+    name, bits = "gptq", _whole(quantization["bits"])
     version = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     if bits not in (4, 8):
         raise _refused(name, f"bits is {bits!r}, read are 4 and 8")
@@ -86,7 +86,7 @@ def _gptq(quantization: Mapping[str, Any]) -> StoredFormat:
 
 
 def _awq(quantization: Mapping[str, Any]) -> StoredFormat:
-    name, bits = "awq", quantization["bits"]
+    name, bits = "awq", _whole(quantization["bits"])
     version = str(quantization.get("version") or quantization.get("format") or "gemm").lower()
     if bits != 4:
         raise _refused(name, f"bits is {bits!r}, read is 4")
@@ -117,7 +117,7 @@ def _scheme(name: str, layout: str, scheme: Mapping[str, Any]) -> StoredFormat:
     weights, activations = scheme["weights"], scheme.get("input_activations")
     bits, kind, strategy, symmetric = (weights[key] for key in ("num_bits", "type", "strategy", "symmetric"))
     what = f"weights are {kind}{bits} with a scale for each {strategy}{'' if symmetric else ' and zero points'}"
-    packed = layout == "packed"
+    packed, bits = layout == "packed", _whole(bits)
     if packed:
         fits = kind == "int" and bits in (4, 8) and strategy in ("group", "channel")
     else:
@@ -130,6 +130,11 @@ def _scheme(name: str, layout: str, scheme: Mapping[str, Any]) -> StoredFormat:
         raise _refused(name, f"{what}, but activations are {activations['type']}{activations['num_bits']}")
     group = _group(name, weights["group_size"]) if strategy == "group" else 0
     return StoredFormat(name, layout, bits, group, kind == "float", bool(symmetric), activations=bool(activations))
+
+
+def _whole(number: Any) -> Any:
+    """Numbers that are no integers are equal to none of those that are read."""
+    return number if type(number) is int else repr(number)
 
 
 def _group(name: str, size: Any) -> int:

@@ -108,8 +108,8 @@ class Matrix(nn.Module):
             part = (checkpoint.read(name, shape, {0: outputs, 1: inputs}), None)
             if part[0].dtype not in _PLAIN:
                 raise CheckpointError(
-                    f"tensor {name!r} in {checkpoint.folder} is {part[0].dtype}, but config.json says nothing of "
-                    "quantised weights; use the unquantised checkpoint"
+                    f"tensor {name!r} in {checkpoint.folder} is {part[0].dtype}, and none of the quantised linears "
+                    "that config.json tells of; use the unquantised checkpoint"
                 )
         else:
             part = self._quantize(checkpoint, name, shape, outputs, inputs)

@@ -79,9 +79,8 @@ class Checkpoint:
         else:
             self._upload.copy(source, target)
 
-    def count(self, name: str) -> int:
-        """How many numbers a tensor has."""
-        return math.prod(self._files[name][0].get_slice(name).get_shape())
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name][0].get_slice(name).get_shape())
 
     def read_scalar(self, name: str) -> float:
         """A tensor of one number, of any dtype and number of dimensions. Raises CheckpointError for any other."""

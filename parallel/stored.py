@@ -7,6 +7,7 @@ Scales of fp16 or bf16 and their offsets are exact in fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -120,6 +121,12 @@ class _Part:
                 "was quantised with desc_act (actorder) off"
             )
 
+    def check_zero(self, tensor: str) -> None:
+        """A tensor that should not be there, and was stored by early versions, says nothing new."""
+        name = f"{self.linear}.{tensor}"
+        if name in self.checkpoint and self.checkpoint.read(name, self.checkpoint.shape(name)).float().any():
+            raise self.error(f"has a {tensor} other than zero, but config.json calls its weights symmetric")
+
     def error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.linear} in {self.checkpoint.folder} {what}")
 
@@ -168,6 +175,7 @@ def _read_packed(part: _Part) -> _Stored:
     codes = _cut(codes, part.inputs, n)
     scales = part.scales("weight_scale", (num_outputs, part.num_groups), {0: part.outputs, 1: part.groups})
     if part.stored.symmetric:
+        part.check_zero("weight_zero_point")
         return codes, None, scales
     cut = {0: _covering(part.outputs, n), 1: part.groups}
     zeros = part.words("weight_zero_point", (-(-num_outputs // n), part.num_groups), cut)
@@ -184,11 +192,13 @@ def _read_plain(part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
     wanted = torch.float8_e4m3fn if part.stored.is_float else torch.int8
     if codes.dtype != wanted:
         raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} has scales, but is {codes.dtype}, not {wanted}")
-    if checkpoint.count(f"{name}_scale") == 1:
+    if math.prod(checkpoint.shape(f"{name}_scale")) == 1:
         scales = torch.full((len(part.outputs),), checkpoint.read_scalar(f"{name}_scale"))
     else:
         scales = part.scales("weight_scale", (part.shape[0], 1), {0: part.outputs})[:, 0].float()
-    checkpoint.skip(f"{part.linear}.input_scale")  # activations get scales of their own, which come closer
+    part.check_zero("weight_zero_point")
+    for tensor in ("input_scale", "input_zero_point"):  # activations get scales of their own, which come closer
+        checkpoint.skip(f"{part.linear}.{tensor}")
     return codes, scales
 
 

@@ -57,6 +57,7 @@ def test_a_format_says_what_it_is() -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "by fp8"),
         (gptq(bits=3), "by gptq .*: bits is 3, read are 4 and 8; .* use the unquantised checkpoint"),
+        (gptq(bits=4.0), r"bits is '4\.0', read are 4 and 8"),
         (gptq(group=20), "group_size is 20"),
         (gptq(group="128"), "group_size is '128'"),
         (gptq(desc_act=True), "desc_act is true, so inputs that share a scale lie apart"),

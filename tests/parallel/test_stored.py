@@ -197,6 +197,20 @@ def test_a_group_size_that_does_not_divide_and_words_that_are_not_full_are_named
         read(tmp_path, {**tensors, "qweight": tensors["qweight"][:, :12]}, read_format(gptq(group=16)), (12, 48))
 
 
+@pytest.mark.parametrize("name", ["w8a8", "packed"])
+@pytest.mark.parametrize("value", [0, 3])
+def test_zero_points_of_symmetric_weights_must_be_zero(name: str, value: int, tmp_path: Path) -> None:
+    """Early versions of compressed-tensors stored them."""
+    tensors, numbers = KINDS[name].pack(torch.randn(16, 48, generator=torch.Generator().manual_seed(0)))
+    tensors["weight_zero_point"] = torch.full((16, 1), value, dtype=torch.int8)
+    if value:
+        with pytest.raises(CheckpointError, match=r"a in .* has a weight_zero_point other than zero"):
+            read(tmp_path, tensors, read_format(KINDS[name].config), (16, 48))
+    else:
+        found = read(tmp_path, tensors, read_format(KINDS[name].config), (16, 48))
+        torch.testing.assert_close(found, numbers)
+
+
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_a_bias_that_the_model_has_not_must_be_zero(value: float, tmp_path: Path) -> None:
     """AutoGPTQ gives every linear one."""
