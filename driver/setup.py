@@ -84,10 +84,8 @@ def read_model(config: EngineConfig) -> Model:
             f"max_model_len {config.max_model_len} is beyond the {arch.max_position_embeddings} positions "
             f"that {config.model} was made for"
         )
-    if config.quantization and arch.stored_as:
-        raise ConfigError(
-            f"quantization {config.quantization} needs plain weights, {config.model} has {arch.stored_as}"
-        )
+    if config.quantization and arch.stored:
+        raise ConfigError(f"quantization {config.quantization} needs plain weights, {config.model} has {arch.stored}")
     dtype = arch.dtype if config.dtype == "auto" else config.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"the model's dtype {dtype!r} is not one of {', '.join(DTYPES)}; choose one with dtype")

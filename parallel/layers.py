@@ -13,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallel.formats import StoredFormat
 from parallel.group import TensorParallelGroup
 from parallel.loader import Checkpoint, CheckpointError
 from parallel.quantization import Float8, NotFinite, Quantization
+from parallel.stored import holds, quantization_of, read_stored
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_BLOCK_ROWS = 2048  # made numbers of at once, so that the fp32 copy stays small
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -60,80 +63,90 @@ class TorchProducts:
 class Matrix(nn.Module):
     """A weight that is filled once and then only multiplied with.
 
-    weight: [outputs, inputs] until other products adopt it, then in their layout.
-    quantization: of weights that are kept as integers or fp8, set before they are read; then weight holds these,
+    weight: without memory until filled; then [outputs, inputs] until other products adopt it, then in their layout.
+    quantization: of weights that are kept as integers or fp8, from before they are read; then weight holds these,
         `scales` what belongs to them, and `begun` says how many inputs of the first group another rank holds.
+    stored: how the checkpoint has quantised its linears, set before they are read.
     """
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
-        self.weight = _empty(outputs, inputs, dtype=dtype, device=device)
+        self.outputs, self.inputs, self.dtype, self.device = outputs, inputs, dtype, device
+        self.weight = _empty(outputs, inputs, dtype=dtype, device=torch.device("meta"))
         self.products: Products = TorchProducts()
         self.quantization: Quantization | Float8 | None = None
         self.scales: nn.Parameter | None = None
         self.begun = 0
-        self._stored = False  # whether the checkpoint holds it as integers
+        self.stored: StoredFormat | None = None
+        self._was_stored = False  # whether what has been read came quantised
 
     def quantize(self, quantization: Quantization | Float8) -> None:
         """What is read from now on becomes integers, or fp8."""
         self.quantization = quantization
-        self.weight = _empty(self.outputs, self.inputs, dtype=quantization.dtype, device=self.weight.device)
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """Copies plain numbers [outputs, inputs], or what spreads to that."""
+        self.weight = _empty(self.outputs, self.inputs, dtype=self.dtype, device=self.device)
+        self.weight.copy_(weight)
 
     def read(
         self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range, start: int = 0
     ) -> None:
         """Fills the rows from `start` on with a part of the tensor of that name and shape. Raises CheckpointError."""
         rows = slice(start, start + len(outputs))
-        if f"{name}_scale" in checkpoint or self._stored:
-            self._read_stored(checkpoint, name, shape, outputs, inputs, start)
-            return
-        if self.quantization is None:
-            weight = checkpoint.read(name, shape, {0: outputs, 1: inputs})
-            if weight.dtype not in _PLAIN:
+        quantised = self.stored is not None and holds(checkpoint, self.stored, name)
+        if start and quantised != self._was_stored:
+            raise CheckpointError(
+                f"tensor {name!r} in {checkpoint.folder} and those that are computed in one with it are not all "
+                "quantised; use the unquantised checkpoint"
+            )
+        if quantised:
+            self._was_stored = True
+            self.quantize(quantization_of(self.stored, shape[1]))
+            part = read_stored(checkpoint, self.stored, name, shape, outputs, inputs)
+        elif self.quantization is None:
+            part = (checkpoint.read(name, shape, {0: outputs, 1: inputs}), None)
+            if part[0].dtype not in _PLAIN:
                 raise CheckpointError(
-                    f"tensor {name!r} in {checkpoint.folder} is {weight.dtype} without scales; "
-                    "use the unquantised checkpoint"
+                    f"tensor {name!r} in {checkpoint.folder} is {part[0].dtype}, and none of the quantised linears "
+                    "that config.json tells of; use the unquantised checkpoint"
                 )
-            checkpoint.copy(weight, self.weight[rows])
-            return
+        else:
+            part = self._quantize(checkpoint, name, shape, outputs, inputs)
+        self._take(checkpoint, *part, rows)
+        if self.quantization and self.quantization.group:
+            self.begun = inputs.start % self.quantization.group
+
+    def _quantize(
+        self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         deciding = self.quantization.deciding(inputs, shape[1])
         try:
             codes, scales = self.quantization.quantize(checkpoint.read(name, shape, {0: outputs, 1: deciding}))
         except NotFinite as error:
             raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} {error}; it cannot be quantised") from error
-        if self.scales is None:
-            self.scales = _empty(self.outputs, *scales.shape[1:], dtype=scales.dtype, device=self.weight.device)
-        self.begun = inputs.start - deciding.start if self.quantization.group else 0
         first = inputs.start - deciding.start
-        checkpoint.copy(codes[:, first : first + self.inputs], self.weight[rows])
-        checkpoint.copy(scales, self.scales[rows])
+        return codes[:, first : first + len(inputs)], scales
 
-    def _read_stored(
-        self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], outputs: range, inputs: range, start: int
-    ) -> None:
-        """The same for a tensor that the checkpoint holds as int8, with its scales beside it."""
-        if (start and not self._stored) or f"{name}_scale" not in checkpoint:
-            raise CheckpointError(
-                f"tensor {name!r} in {checkpoint.folder} and those that are computed in one with it are not all "
-                "quantised; use the unquantised checkpoint"
-            )
-        if not start:
-            self._stored = True
-            self.quantize(Quantization(8))
-            self.scales = _empty(self.outputs, dtype=torch.float32, device=self.weight.device)
-        codes = checkpoint.read(name, shape, {0: outputs, 1: inputs})
-        if codes.dtype != torch.int8:
-            raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} has scales, but is {codes.dtype}, not int8")
-        rows = slice(start, start + len(outputs))
-        checkpoint.copy(codes, self.weight[rows])
-        checkpoint.copy(checkpoint.read(f"{name}_scale", (shape[0], 1), {0: outputs})[:, 0], self.scales[rows])
+    def _take(self, checkpoint: Checkpoint, weight: torch.Tensor, scales: torch.Tensor | None, rows: slice) -> None:
+        """Copies some rows of the weight, and their scales where it has some."""
+        if self.weight.is_meta:
+            dtype = self.quantization.dtype if self.quantization else self.dtype
+            self.weight = _empty(self.outputs, self.inputs, dtype=dtype, device=self.device)
+        checkpoint.copy(weight, self.weight[rows])
+        if scales is None:
+            return
+        if self.scales is None:
+            self.scales = _empty(self.outputs, *scales.shape[1:], dtype=scales.dtype, device=self.device)
+        checkpoint.copy(scales, self.scales[rows])
 
     def plain(self) -> torch.Tensor:
         """The weight as numbers [outputs, inputs], of a matrix that no other products have adopted."""
         if self.quantization is None:
             return self.weight
-        return self.quantization.dequantize(self.weight, self.scales, self.begun).to(self.dtype)
+        blocks = zip(self.weight.split(_BLOCK_ROWS), self.scales.split(_BLOCK_ROWS), strict=True)
+        parts = [self.quantization.dequantize(*block, self.begun).to(self.dtype) for block in blocks]
+        return torch.cat(parts)
 
     def adopt(self, products: Products) -> None:
         """Hands the weight over; there is never more than one copy of it once this returns."""
@@ -148,6 +161,17 @@ class Matrix(nn.Module):
 
     def lookup(self, ids: torch.Tensor, first_id: int) -> torch.Tensor:
         return self.products.lookup(self, ids, first_id)
+
+
+def _read_bias(
+    checkpoint: Checkpoint, linear: str, size: int, outputs: range, bias: torch.Tensor | None, stored: bool
+) -> None:
+    """Fills a bias. stored: quantised linears without one may come with zeros, as AutoGPTQ saves them."""
+    name = f"{linear}.bias"
+    if bias is not None:
+        checkpoint.copy(checkpoint.read(name, (size,), {0: outputs}), bias)
+    elif stored and name in checkpoint and checkpoint.read(name, (size,), {0: outputs}).any():
+        raise CheckpointError(f"tensor {name!r} in {checkpoint.folder} is not zero, but the model has no such bias")
 
 
 class ColumnParallelLinear(nn.Module):
@@ -177,8 +201,8 @@ class ColumnParallelLinear(nn.Module):
             stop = start + len(outputs)
             shape = (size, self.in_features)
             self.matrix.read(checkpoint, f"{name}.weight", shape, outputs, range(self.in_features), start)
-            if self.bias is not None:
-                checkpoint.copy(checkpoint.read(f"{name}.bias", (size,), {0: outputs}), self.bias[start:stop])
+            bias = None if self.bias is None else self.bias[start:stop]
+            _read_bias(checkpoint, name, size, outputs, bias, self.matrix.stored is not None)
             start = stop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,8 +232,8 @@ class RowParallelLinear(nn.Module):
     def load(self, checkpoint: Checkpoint) -> None:
         shape = (self.out_features, self.in_features)
         self.matrix.read(checkpoint, f"{self.name}.weight", shape, range(self.out_features), self.inputs)
-        if self.bias is not None:
-            checkpoint.copy(checkpoint.read(f"{self.name}.bias", (self.out_features,)), self.bias)
+        outputs, stored = range(self.out_features), self.matrix.stored is not None
+        _read_bias(checkpoint, self.name, self.out_features, outputs, self.bias, stored)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.group.all_reduce(self.matrix(x))

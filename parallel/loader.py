@@ -79,6 +79,9 @@ class Checkpoint:
         else:
             self._upload.copy(source, target)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name][0].get_slice(name).get_shape())
+
     def read_scalar(self, name: str) -> float:
         """A tensor of one number, of any dtype and number of dimensions. Raises CheckpointError for any other."""
         file, path = self._files[name]
@@ -87,6 +90,10 @@ class Checkpoint:
             raise CheckpointError(f"tensor {name!r} in {path} has shape {shape}, a single number is needed")
         self._unread.discard(name)
         return float(file.get_tensor(name))
+
+    def skip(self, name: str) -> None:
+        """Counts a tensor as read, where there is one."""
+        self._unread.discard(name)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Waits for what is on its way to a device. Raises CheckpointError when tensors were left unread, other than

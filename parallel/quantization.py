@@ -1,4 +1,4 @@
-"""Weights as int8 or fp8 with a scale for each output, or as int4 in groups of inputs with a scale and an offset.
+"""Weights as int8 or fp8 with a scale for each output, or as integers in groups of inputs with a scale and an offset.
 
 What a number becomes depends on its whole group, or on its output's whole row, never on how ranks share the matrix.
 """
@@ -20,13 +20,14 @@ class NotFinite(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """bits: 8 for symmetric integers with a scale for each output, 4 for groups with a scale and an offset.
+    """bits: 8 or 4. group: inputs in a group, even, with a scale and an offset; 0 where the whole row shares a scale.
 
-    group: inputs in a group, even and at most 128; 0 where the whole row shares a scale.
+    activations: those multiplied with it are to be int8 too, with a scale for each token, where that is faster.
     """
 
     bits: int
     group: int = 0
+    activations: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,8 +43,8 @@ class Quantization:
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[outputs, inputs] of whole groups -> codes, int8 of the same shape, and scales.
 
-        Scales are [outputs] fp32 for 8 bits; for 4 bits [outputs, groups, 2] bf16, scale and offset. The last group of
-        a row may be short. Raises NotFinite.
+        Made are 8 bits without groups, with scales [outputs] fp32, and 4 bits with groups, with scales
+        [outputs, groups, 2] bf16: scale and offset. The last group of a row may be short. Raises NotFinite.
         """
         return _in_blocks(self._quantize, weight)
 
@@ -51,14 +52,13 @@ class Quantization:
         """The numbers that codes [outputs, inputs] stand for, fp32. begun: inputs of the first group before these."""
         if not self.group:
             return codes.float() * scales[:, None]
-        groups = (begun + torch.arange(codes.shape[1])) // self.group
+        groups = (begun + torch.arange(codes.shape[1], device=codes.device)) // self.group
         scale, offset = scales.float()[:, groups].unbind(-1)
         return codes.float() * scale + offset
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.group:
-            scale = _not_zero(weight.abs().amax(1, keepdim=True) / 127)
-            return (weight / scale).round_().to(torch.int8), scale[:, 0]
+            return to_int8(weight)
         outputs, inputs = weight.shape
         missing = -inputs % self.group
         groups = torch.cat((weight, weight[:, -1:].expand(-1, missing)), 1).view(outputs, -1, self.group)
@@ -93,6 +93,13 @@ class Float8:
     def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, begun: int = 0) -> torch.Tensor:
         """The numbers that they stand for, fp32."""
         return codes.float() * scales[:, None]
+
+
+def to_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, m] -> int8 [n, m] and what each row was divided by, [n] fp32."""
+    wide = rows.float()
+    scale = _not_zero(wide.abs().amax(1, keepdim=True) / 127)
+    return (wide / scale).round_().to(torch.int8), scale[:, 0]
 
 
 def to_float8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@
     backends    every backend that this machine has, against `reference`, over ragged batches in poisoned caches
     tokens      a whole engine's tokens on the GPU against the CPU's, in fp32, and against `reference` in bf16
     graphs      replayed steps against launched ones
+    linears     products with weights in int4, int8 and fp8 against those with the numbers that they stand for
     shards      two ranks on this one GPU over Gloo against one rank
     timings     decode steps and prefill of a Llama-3-8B-shaped model beside the roofline of what the GPU was seen to
                 do, and mixed steps with one call of the attention backend and with two
@@ -34,6 +35,7 @@ from scripts.gpu_check_missing import do_without
 MISSING = do_without()  # before anything of ours is imported
 
 from scripts import gpu_check_parts as parts  # noqa: E402
+from scripts.gpu_check_linears import check_linears  # noqa: E402
 from scripts.gpu_check_peers import check_peers  # noqa: E402
 from scripts.gpu_check_serving import serve  # noqa: E402
 from scripts.gpu_check_timings import measure  # noqa: E402
@@ -53,6 +55,7 @@ PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "backends": parts.check_backends,
     "tokens": parts.check_tokens,
     "graphs": parts.check_graphs,
+    "linears": check_linears,
     "shards": parts.check_shards,
     "timings": measure,
     "serving": serve,

@@ -14,6 +14,7 @@ from attention.backend import BackendError, make_backend
 from attention.capabilities import Demand, HeadLayout
 from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from attention.torch_flash import TorchFlashBackend
+from parallel.layers import Matrix
 from scripts.gpu_check_parts import TINY, architecture, make_runner
 from workers.graphs import CudaGraphMaker
 from workers.inputs import StepInputs
@@ -132,6 +133,9 @@ def random_runner(
     runner = make_runner(arch, device, dtype, name, **sizes)
     if full and runner.backend.capabilities.graphs == "mixed":
         runner.graph_maker = CudaGraphMaker(device)
+    for part in runner.model.modules():
+        if isinstance(part, Matrix):
+            part.fill(torch.zeros((), dtype=part.dtype))
     for parameter in runner.model.parameters():
         parameter.normal_(std=0.02)
     runner.make_cache(blocks)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("backends", "tokens", "graphs", "shards", "timings", "serving", "peers")
+PARTS = ("backends", "tokens", "graphs", "linears", "shards", "timings", "serving", "peers")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def test_every_part_passes_on_cpu(run: tuple[subprocess.CompletedProcess[str], P
     assert [row["name"] for row in parts["timings"]["decode"]] == ["1 rows launched", "4 rows launched"]
     assert all(row["measured"] > 0 for kind in ("decode", "prefill") for row in parts["timings"][kind])
     assert [row["name"].split(", ")[1] for row in parts["timings"]["mixed"]] == ["one", "two"]
+    assert set(parts["linears"]["largest_error"]) == {*(f"int4 in groups of {n}" for n in (32, 64, 128)), "int8", "fp8"}
     assert "flash_attn fp8" in parts["backends"]["largest_error"]
     for way in ("chunked prefill", "whole prompts"):
         assert parts["serving"]["tbt_ms"][way]["longest"] >= parts["serving"]["tbt_ms"][way]["p50"] > 0

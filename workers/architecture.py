@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel.formats import StoredFormat, UnsupportedFormat, read_format
+
 # What distinguishes the covered architectures beyond what their configuration says by itself.
 _QKV_BIAS = {"Qwen2ForCausalLM"}
 _QK_NORM = {"Qwen3ForCausalLM"}
@@ -63,7 +65,7 @@ class Architecture:
     windows: per layer the sliding window in tokens, or None for full attention.
     rotary_layers: per layer whether rotary embedding is applied (SmolLM3 leaves some layers without).
     eos_token_ids: end tokens from config.json and generation_config.json together.
-    stored_as: what the checkpoint's linears are quantised to, `int8` or None.
+    stored: how the checkpoint has quantised its linears, None where it has not.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Architecture:
     rotary_layers: tuple[bool, ...]
     dtype: str
     eos_token_ids: frozenset[int]
-    stored_as: str | None = None
+    stored: StoredFormat | None = None
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -148,35 +150,15 @@ def _build(name: str, config: dict[str, Any], generation: dict[str, Any]) -> Arc
         rotary_layers=rotary_layers,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id")),
-        stored_as=_stored_as(config.get("quantization_config")),
+        stored=_stored(config.get("quantization_config")),
     )
 
 
-def _stored_as(quantization: Any) -> str | None:
-    """`int8` for checkpoints of compressed-tensors with a scale for each output; no other quantised ones are read."""
-    if not quantization:
-        return None
-    if not isinstance(quantization, dict):
-        raise UnsupportedModel(f"quantization_config must be an object, got {quantization!r}")
-    method = quantization.get("quant_method")
-    refusal = UnsupportedModel(
-        f"the checkpoint is quantised by {method or 'a method that it does not name'}"
-        + (f" in the format {quantization['format']!r}" if "format" in quantization else "")
-        + ", which is not supported (compressed-tensors with int8 weights, one scale for each output, is); "
-        "use the unquantised checkpoint, on CPU with quantization int8 or int4"
-    )
-    if method != "compressed-tensors" or quantization.get("format") != "int-quantized":
-        raise refusal
-    if (quantization.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise refusal
-    if quantization.get("transform_config") or quantization.get("kv_cache_scheme"):
-        raise refusal
-    for group in quantization["config_groups"].values():
-        weights, activations = group["weights"], group.get("input_activations") or {"dynamic": True}
-        kind = (weights["num_bits"], weights["type"], weights["symmetric"], weights["strategy"])
-        if kind != (8, "int", True, "channel") or activations.get("dynamic") is not True:
-            raise refusal
-    return "int8"
+def _stored(quantization: Any) -> StoredFormat | None:
+    try:
+        return read_format(quantization)
+    except UnsupportedFormat as error:
+        raise UnsupportedModel(str(error)) from error
 
 
 def _windows(name: str, config: dict[str, Any], rotary_layers: tuple[bool, ...]) -> tuple[int | None, ...]:

@@ -29,7 +29,7 @@ class Fp8Products:
     """Row-wise scaled products (`torch._scaled_mm`). Results are bf16, the only kind that it gives on every GPU."""
 
     def pack(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = _padded(_padded(matrix.weight, 1), 0)
+        weight = padded(padded(matrix.weight, 1), 0)
         return weight, F.pad(matrix.scales, (0, len(weight) - matrix.outputs))
 
     def multiply(
@@ -37,7 +37,7 @@ class Fp8Products:
     ) -> torch.Tensor:
         codes, scales = to_float8(x.flatten(0, -2))
         y = torch._scaled_mm(
-            _padded(codes, 1),
+            padded(codes, 1),
             matrix.weight.t(),
             scale_a=scales[:, None],
             scale_b=matrix.scales[None],
@@ -47,14 +47,19 @@ class Fp8Products:
         return y.float() if wide else y.to(x.dtype)
 
     def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
-        local = ids - first_id
-        elsewhere = (local < 0) | (local >= matrix.outputs)
-        local = local.masked_fill(elsewhere, 0)
-        rows = matrix.weight[local, : matrix.inputs].float() * matrix.scales[local, None]
-        return rows.masked_fill(elsewhere[:, None], 0).to(matrix.dtype)
+        return look_up(matrix, ids, first_id)
 
 
-def _padded(codes: torch.Tensor, dim: int) -> torch.Tensor:
+def look_up(matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+    """Rows of codes with a scale for each, as `Products.lookup` gives them."""
+    local = ids - first_id
+    elsewhere = (local < 0) | (local >= matrix.outputs)
+    local = local.masked_fill(elsewhere, 0)
+    rows = matrix.weight[local, : matrix.inputs].float() * matrix.scales[local, None]
+    return rows.masked_fill(elsewhere[:, None], 0).to(matrix.dtype)
+
+
+def padded(codes: torch.Tensor, dim: int) -> torch.Tensor:
     """With zeros, so that the size along dim is a multiple of what products take."""
     missing = -codes.shape[dim] % _MULTIPLE
     if not missing:

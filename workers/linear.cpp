@@ -8,10 +8,10 @@ constexpr int64_t BLOCK_ROWS = 96, BLOCK_DEPTH = 1024;  // keep the sums in the 
 constexpr int64_t PAIR_ROWS = 2;  // of so few rows two panels are computed together, since sums wait for one another
 constexpr int64_t TILE_DEPTH = 128;                     // so many steps of integers are made numbers of at once for many rows
 
-// Of a weight. scales: none for plain numbers, [panels * COLUMNS] fp32 for int8, for int4 [panels, groups, 2, COLUMNS] bf16:
-// scales and offsets.
+// Of a weight. scales: none for plain numbers, [panels * COLUMNS] fp32 for int8, for int4 [panels, groups, 2, COLUMNS], scales
+// and offsets, in bf16 or fp32.
 struct Weight {
-    int64_t bits, packed, outputs, depth, scales, group, begun;
+    int64_t bits, packed, outputs, depth, scales, group, begun, fp32_scales;
 
     Groups groups() const { return {group, begun}; }
     int64_t panels() const { return (outputs + COLUMNS - 1) / COLUMNS; }
@@ -33,8 +33,9 @@ struct Weight {
     int64_t index(int64_t output, int64_t column) const {
         return output % COLUMNS * UNIT<T> + (lead<T>() + column) % UNIT<T>;
     }
-    const bf16* group_scales(int64_t panel, int64_t number) const {
-        return (const bf16*)scales + (panel * groups().count(depth) + number) * 2 * COLUMNS;
+    template <class S>
+    const S* group_scales(int64_t panel, int64_t number) const {
+        return (const S*)scales + (panel * groups().count(depth) + number) * 2 * COLUMNS;
     }
 };
 
@@ -69,7 +70,8 @@ static void lookup(const Lookup& l, Member* member) {
     const auto number = [&](int64_t id, int64_t column) {
         const float y = Layout::get(w.step<T, Layout>(id, column), w.index<T>(id, column));
         if constexpr (Layout::GROUPS) {
-            const bf16* scale = w.group_scales(id / COLUMNS, w.groups().of(column)) + id % COLUMNS;
+            using S = typename Layout::Scale;
+            const S* scale = w.group_scales<S>(id / COLUMNS, w.groups().of(column)) + id % COLUMNS;
             return to_float(scale[0]) * y + to_float(scale[COLUMNS]);
         }
         return Layout::INTEGERS ? ((const float*)w.scales)[id] * y : y;
@@ -198,7 +200,7 @@ private:
     void read(int64_t panel, int64_t k, Body&& body) const {
         const char* step = (const char*)w.packed + (panel * steps + k) * Layout::BYTES;
         if constexpr (Layout::GROUPS) {
-            const Scales<UNIT<T>> scales(w.group_scales(panel, steps ? number(k) : 0));
+            const Scales<UNIT<T>> scales(w.group_scales<typename Layout::Scale>(panel, steps ? number(k) : 0));
             body(Layout::reader(step, scales));
         } else {
             body(Layout::reader(step));
@@ -223,15 +225,15 @@ private:
 };
 
 template <class Body>
-static void with_format_and_layout(int64_t format, int64_t bits, Body&& body) {
+static void with_format_and_layout(int64_t format, const Weight& w, Body&& body) {
     with_format(format, [&](auto number) {
-        with_layout<decltype(number)>(bits, [&](auto layout) { body(number, layout); });
+        with_layout<decltype(number)>(w.bits, w.fp32_scales, [&](auto layout) { body(number, layout); });
     });
 }
 
 EXPORT int64_t quadriga_pack(const int64_t* arguments, Member* member) {
     const Pack& p = *(const Pack*)arguments;
-    with_format_and_layout(p.format, p.to.bits, [&](auto number, auto layout) {
+    with_format_and_layout(p.format, p.to, [&](auto number, auto layout) {
         pack<decltype(number), decltype(layout)>(p, member);
     });
     return 0;
@@ -239,7 +241,7 @@ EXPORT int64_t quadriga_pack(const int64_t* arguments, Member* member) {
 
 EXPORT int64_t quadriga_lookup(const int64_t* arguments, Member* member) {
     const Lookup& l = *(const Lookup*)arguments;
-    with_format_and_layout(l.format, l.from.bits, [&](auto number, auto layout) {
+    with_format_and_layout(l.format, l.from, [&](auto number, auto layout) {
         lookup<decltype(number), decltype(layout)>(l, member);
     });
     return 0;
@@ -247,7 +249,7 @@ EXPORT int64_t quadriga_lookup(const int64_t* arguments, Member* member) {
 
 EXPORT int64_t quadriga_multiply(const int64_t* arguments, Member* member) {
     const Multiply& m = *(const Multiply*)arguments;
-    with_format_and_layout(m.format, m.weight.bits, [&](auto number, auto layout) {
+    with_format_and_layout(m.format, m.weight, [&](auto number, auto layout) {
         Product<decltype(number), decltype(layout)>(m, member).run();
     });
     return 0;

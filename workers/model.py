@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel.group import TensorParallelGroup
-from parallel.layers import ColumnParallelLinear, ParallelHead, RowParallelLinear, VocabParallelEmbedding
+from parallel.layers import ColumnParallelLinear, Matrix, ParallelHead, RowParallelLinear, VocabParallelEmbedding
 from parallel.loader import Checkpoint
 from parallel.split import HeadShard, deal_lanes, shard_heads
 from workers.architecture import Architecture
@@ -179,14 +179,25 @@ class Decoder(nn.Module):
         tied = self.embed if arch.tie_word_embeddings else None
         self.head = ParallelHead("lm_head", arch.vocab_size, shard.vocab, arch.hidden_size, tied, *placement)
 
-    def load(self, checkpoint: Checkpoint, on_share: Callable[[float], None] | None = None) -> None:
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        on_share: Callable[[float], None] | None = None,
+        pack: Callable[[Matrix], None] | None = None,
+    ) -> None:
         """Every part reads its own slices. Raises CheckpointError for tensors missing, misshapen or left over.
 
         on_share: told after each part how many of the parts are read, in [0, 1].
+        pack: given each matrix once it is read, so that only one at a time takes the room of what is not packed yet.
         """
         parts = [part for part in self.modules() if part is not self and hasattr(part, "load")]
+        packed: set[Matrix] = set()
         for number, part in enumerate(parts, 1):
             part.load(checkpoint)
+            fresh = {matrix for matrix in part.modules() if isinstance(matrix, Matrix)} - packed if pack else set()
+            for matrix in fresh:
+                pack(matrix)
+            packed |= fresh
             if on_share:
                 on_share(number / len(parts))
         # A tied head may be stored twice, and old checkpoints carry their rotary frequencies.

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from attention.native import FORMATS, Recording, call, empty
-from parallel.layers import ColumnParallelLinear, Matrix, RowParallelLinear, TorchProducts
+from parallel.formats import StoredFormat
+from parallel.layers import ColumnParallelLinear, Matrix, ParallelHead, Products, RowParallelLinear, TorchProducts
 from parallel.quantization import Float8, Quantization
-from workers.fp8 import Fp8Products
+from workers import fp8, integers
 from workers.kernels import Kernels
 
 logger = logging.getLogger("quadriga.worker")
@@ -66,8 +67,8 @@ class PackedProducts:
 def _weight(matrix: Matrix, packed: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, ...]:
     """What the kernels know of a weight."""
     bits, group = (matrix.quantization.bits, matrix.quantization.group) if matrix.quantization else (0, 0)
-    address = 0 if scales is None else scales.data_ptr()
-    return bits, packed.data_ptr(), matrix.outputs, matrix.inputs, address, group, matrix.begun
+    address, is_fp32 = (0, 0) if scales is None else (scales.data_ptr(), int(scales.dtype == torch.float32))
+    return bits, packed.data_ptr(), matrix.outputs, matrix.inputs, address, group, matrix.begun, is_fp32
 
 
 def _pack_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -89,21 +90,61 @@ def quantize(model: nn.Module, head: Matrix, quantization: str) -> None:
         head.quantize(QUANTIZATIONS["int8"])
 
 
-def pack_products(model: nn.Module, kernels: Kernels | None) -> None:
-    """Packs all matrices of a quantised model; without kernels, integers become plain numbers again."""
-    matrices = [part for part in model.modules() if isinstance(part, Matrix)]
-    fp8 = [matrix for matrix in matrices if isinstance(matrix.quantization, Float8)]
-    for matrix in fp8:
-        matrix.adopt(Fp8Products())
-    if fp8:
-        return
-    products = PackedProducts(kernels) if kernels else TorchProducts()
-    if kernels is None:
-        logger.warning(
-            "quantised weights are kept as the numbers they stand for, neither smaller nor faster than others"
-        )
-    for matrix in matrices:
+def expect_stored(model: nn.Module, stored: StoredFormat) -> None:
+    """The checkpoint may hold linears, and a head of its own, in that format."""
+    for part in model.modules():
+        is_linear = isinstance(part, ColumnParallelLinear | RowParallelLinear)
+        if is_linear or (isinstance(part, ParallelHead) and not part.tied):
+            part.matrix.stored = stored
+
+
+class Packer:
+    """Gives each matrix of a quantised model the products that suit it, as soon as it is read.
+
+    What no products multiply as it is becomes the numbers that it stands for, of which a warning tells once.
+    capability: of the GPU, or None on CPU.
+    """
+
+    def __init__(self, kernels: Kernels | None, capability: tuple[int, int] | None) -> None:
+        self._capability = capability
+        self._plain = PackedProducts(kernels) if kernels else TorchProducts()
+        self._warned = False
+
+    def __call__(self, matrix: Matrix) -> None:
+        products = self._plain
+        if matrix.quantization is not None:
+            products = self._on_cpu(matrix.quantization) if self._capability is None else self._on_gpu(matrix)
+            if products is None:
+                self._warn(matrix.quantization)
+                products = self._plain
+                matrix.adopt(TorchProducts())
         matrix.adopt(products)
+
+    def _on_cpu(self, quantization: Quantization | Float8) -> Products | None:
+        has_kernel = isinstance(quantization, Quantization) and (quantization.bits == 4) == (quantization.group > 0)
+        return self._plain if has_kernel and isinstance(self._plain, PackedProducts) else None
+
+    def _on_gpu(self, matrix: Matrix) -> Products | None:
+        quantization = matrix.quantization
+        if isinstance(quantization, Float8):
+            return fp8.Fp8Products() if self._capability >= fp8.LEAST_CAPABILITY else None
+        if self._capability < integers.LEAST_CAPABILITY:
+            return None
+        if quantization.bits == 4:
+            return integers.Int4Products() if integers.Int4Products.takes(quantization.group) else None
+        return integers.Int8Products() if quantization.activations else None
+
+    def _warn(self, quantization: Quantization | Float8) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        kind = "fp8" if isinstance(quantization, Float8) else f"int{quantization.bits}"
+        logger.warning(
+            "there is no kernel here for %s%s: such weights are kept as the numbers they stand for, "
+            "neither smaller nor faster than others",
+            kind,
+            f" in groups of {quantization.group}" if quantization.group else "",
+        )
 
 
 def settle_products(model: nn.Module, kernels: Kernels) -> None:
@@ -141,7 +182,7 @@ def _trial_seconds(packed: PackedProducts, matrix: Matrix) -> list[tuple[float, 
     outputs, dtype = min(matrix.outputs, _TRIED_OUTPUTS), matrix.weight.dtype
     plain, ours = (Matrix(outputs, matrix.inputs, dtype, torch.device("cpu")) for _ in range(2))
     for trial in (plain, ours):
-        trial.weight.copy_(matrix.weight[:outputs])
+        trial.fill(matrix.weight[:outputs])
     ours.adopt(packed)
     threads, times = torch.get_num_threads(), []
     torch.set_num_threads(1)  # whose time of computing is the same however busy the machine is

@@ -31,7 +31,7 @@ from workers.kernels import compile_all_reduce, find_kernels
 from workers.kv_scales import cache_dtype, read_scales
 from workers.model import Decoder, make_shard
 from workers.ops import Rotary, make_ops
-from workers.products import pack_products, quantize, settle_products
+from workers.products import Packer, expect_stored, quantize, settle_products
 from workers.replay import NotRecordable, Replay
 from workers.sampler import Sampler
 from workers.scores import PendingExtras, ScoredChunk, Scorer, scored_chunks
@@ -79,7 +79,7 @@ class ModelRunner:
     ) -> None:
         self.device = device
         dtype = getattr(torch, spec.dtype)
-        self.group, self.quantization, self.stored_as = group, spec.quantization, arch.stored_as
+        self.group, self.quantization, self.stored = group, spec.quantization, arch.stored
         heads = shard_heads(arch.num_q_heads, arch.num_kv_heads, group.size)[group.rank]
         layout = HeadLayout(len(heads.q_heads), len(heads.kv_heads), arch.head_dim)
         stored = cache_dtype(spec.kv_cache_dtype)
@@ -138,12 +138,16 @@ class ModelRunner:
                 check_fp8(self.device)
             if self.quantization:
                 quantize(self.model, self.model.head.matrix, self.quantization)
-            self.model.load(checkpoint, on_share)
-            if self.quantization or self.stored_as:
-                pack_products(self.model, self.kernels)
-            elif self.kernels:
+            if self.stored:
+                expect_stored(self.model, self.stored)
+            self.model.load(checkpoint, on_share, self._packer() if self.quantization or self.stored else None)
+            if self.kernels and not (self.quantization or self.stored):
                 settle_products(self.model, self.kernels)
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+
+    def _packer(self) -> Packer:
+        on_gpu = self.device.type == "cuda"
+        return Packer(self.kernels, torch.cuda.get_device_capability(self.device) if on_gpu else None)
 
     def make_cache(self, num_blocks: int) -> int:
         """Reserves the KV cache and captures the steps that are replayed. Returns the cache's size in bytes."""

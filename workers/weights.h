@@ -8,7 +8,7 @@
 //     int4          the same, of 32 numbers in a row the second 16 in the upper halves of the bytes of the first
 //
 // Integers of eight bits are exact in bf16, so that they are multiplied as plain bf16 is, and scaled after. int4 become
-// numbers of T with their scales and offsets before they are multiplied.
+// numbers of T with their scales and offsets, bf16 or fp32, before they are multiplied.
 #pragma once
 
 #include "../attention/vector.h"
@@ -50,12 +50,14 @@ struct Scales {
     floats scale[COLUMNS / LANES * UNIT], offset[COLUMNS / LANES * UNIT];
 
     // stored: [2, COLUMNS]
-    explicit Scales(const bf16* stored) {
+    template <class S>
+    explicit Scales(const S* stored) {
         expand(stored, scale);
         expand(stored + COLUMNS, offset);
     }
 
-    static void expand(const bf16* stored, floats* to) {
+    template <class S>
+    static void expand(const S* stored, floats* to) {
         for (int v = 0; v < COLUMNS; v += LANES) {
             const floats all = load(stored + v);
             floats* part = to + v / LANES * UNIT;
@@ -169,9 +171,10 @@ struct Int8 {
     static float get(const char* step, int64_t index) { return ((const int8_t*)step)[index]; }
 };
 
-template <class T>
+template <class T, class S>
 struct Int4 {
     using Number = int8_t;
+    using Scale = S;
     static constexpr bool INTEGERS = true, GROUPS = true;
     static constexpr int64_t FEW = std::min(ROWS, 6), HALF = 16, BYTES = COLUMNS / 2 * UNIT<T>, STRIDE = BYTES;
 
@@ -189,11 +192,13 @@ struct Int4 {
 };
 
 // body(layout) for a weight of so many bits that is multiplied with numbers of T; 0 bits: numbers of T too.
+// fp32_scales: of int4, whose scales are bf16 otherwise.
 template <class T, class Body>
-static void with_layout(int64_t bits, Body&& body) {
+static void with_layout(int64_t bits, bool fp32_scales, Body&& body) {
     if (bits == 0) body(Plain<T>());
     if (bits == 8) body(Int8<T>());
-    if (bits == 4) body(Int4<T>());
+    if (bits == 4 && !fp32_scales) body(Int4<T, bf16>());
+    if (bits == 4 && fp32_scales) body(Int4<T, float>());
 }
 
 // The groups of a row's inputs: whole ones of the whole row, of which a rank may hold a part that begins inside of one.

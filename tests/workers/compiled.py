@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -46,6 +48,15 @@ def assert_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     tolerance = TOLERANCE[result.dtype] * max(1.0, weight.shape[1] ** 0.5)
     torch.testing.assert_close(result.double(), expected, rtol=TOLERANCE[result.dtype], atol=tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp32Scales(Quantization):
+    """int4 with the scales that checkpoints bring: none that fit in bf16."""
+
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = Quantization.quantize(self, weight)
+        return codes, scales.float() * (1 + 2**-12)
 
 
 class OneTensor:

@@ -18,7 +18,7 @@ from tests.workers.compiled import OneTensor, randn
 from workers.architecture import read_architecture
 from workers.fp8 import Fp8Products, NoFp8, check_fp8
 from workers.model import Decoder, make_shard
-from workers.products import pack_products, quantize
+from workers.products import Packer, quantize
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
@@ -73,10 +73,9 @@ def test_linears_become_fp8_and_head_and_embedding_do_not(tmp_path: Path) -> Non
     arch = read_architecture(folder)
     models = [Decoder(arch, make_shard(arch, TensorParallelGroup(), BF16, CPU), 64) for _ in range(2)]
     quantize(models[0], models[0].head.matrix, "fp8")
-    for model in models:
+    for model, pack in zip(models, (Packer(None, (8, 9)), None), strict=True):
         with Checkpoint(folder) as checkpoint:
-            model.load(checkpoint)
-    pack_products(models[0], None)
+            model.load(checkpoint, pack=pack)
     layer = models[0].layers[0]
     for part in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
         assert part.matrix.weight.dtype == torch.float8_e4m3fn

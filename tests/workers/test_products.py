@@ -22,7 +22,7 @@ def matrix(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> tupl
     """A packed matrix and its weight as it was."""
     made = Matrix(outputs, inputs, dtype, CPU)
     weight = randn(outputs, inputs, dtype=dtype, seed=seed)
-    made.weight.copy_(weight)
+    made.fill(weight)
     made.adopt(PackedProducts(KERNELS))
     return made, weight
 
@@ -85,7 +85,7 @@ def test_lookup_gives_back_the_very_rows_and_zeros_for_those_of_others(dtype: to
 
 def _plain(weight: torch.Tensor) -> Matrix:
     plain = Matrix(*weight.shape, weight.dtype, CPU)
-    plain.weight.copy_(weight)
+    plain.fill(weight)
     return plain
 
 
@@ -105,8 +105,10 @@ def test_a_rank_without_inputs_adds_nothing() -> None:
 def test_products_are_settled_by_measurement_and_the_log_says_how(caplog: pytest.LogCaptureFixture) -> None:
     shared = Matrix(64, 32, torch.bfloat16, CPU)
     weight = randn(64, 32, dtype=torch.bfloat16)
-    shared.weight.copy_(weight)
-    model = torch.nn.ModuleList([shared, torch.nn.ModuleList([shared]), Matrix(0, 32, torch.bfloat16, CPU)])
+    shared.fill(weight)
+    empty = Matrix(0, 32, torch.bfloat16, CPU)
+    empty.fill(torch.empty(0, 32))
+    model = torch.nn.ModuleList([shared, torch.nn.ModuleList([shared]), empty])
     with caplog.at_level(logging.INFO):
         settle_products(model, KERNELS)
     assert "64x32" in caplog.text

@@ -11,16 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel.group import TensorParallelGroup
+from parallel.layers import Matrix
 from parallel.loader import Checkpoint
 from parallel.quantization import Quantization
 from tests.models import make_tiny_model
-from tests.workers.compiled import DTYPES, assert_product, kernels_or_skip, poisoned, quantized, randn
+from tests.workers.compiled import DTYPES, Fp32Scales, assert_product, kernels_or_skip, poisoned, quantized, randn
 from workers.architecture import read_architecture
 from workers.model import Decoder, make_shard
-from workers.products import QUANTIZATIONS, PackedProducts, pack_products, quantize
+from workers.products import QUANTIZATIONS, PackedProducts, Packer, quantize
 
 KERNELS = kernels_or_skip()
-KINDS = [*QUANTIZATIONS.values(), Quantization(4, group=6)]
+KINDS = [*QUANTIZATIONS.values(), Quantization(4, group=6), Fp32Scales(4, group=8), Fp32Scales(4, group=256)]
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
 
@@ -122,7 +123,8 @@ def test_linears_and_head_become_integers_and_an_embedding_of_its_own_does_not(
         assert embed.quantization is None
     numbers = down.plain()
     with caplog.at_level(logging.WARNING):
-        pack_products(model, kernels)
+        for matrix in {part for part in model.modules() if isinstance(part, Matrix)}:
+            Packer(kernels, None)(matrix)
     x = randn(2, down.inputs, dtype=torch.float32)
     torch.testing.assert_close(down(x), x @ numbers.T, rtol=1e-4, atol=1e-4)
     if kernels is None:

@@ -13,10 +13,12 @@ import attention.native
 from attention.cpu import CpuBackend
 from attention.native import load_library
 from parallel.layers import Matrix
+from parallel.quantization import Quantization
 from tests.attention.batches import Batch, Case
 from tests.workers.compiled import (
     DTYPES,
     TOLERANCE,
+    Fp32Scales,
     assert_close,
     assert_product,
     kernels_or_skip,
@@ -58,7 +60,7 @@ def test_attention(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(dtype: torch.dtype, kernels: Kernels) -> None:
     matrix, weight = Matrix(77, 53, dtype, torch.device("cpu")), randn(77, 53, dtype=dtype)
-    matrix.weight.copy_(weight)
+    matrix.fill(weight)
     matrix.adopt(PackedProducts(kernels))
     for rows in (1, 3, 40):
         x = randn(rows, 53, dtype=dtype, seed=rows)
@@ -67,10 +69,10 @@ def test_products(dtype: torch.dtype, kernels: Kernels) -> None:
     assert torch.equal(matrix.lookup(torch.arange(77), 0), weight)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", [*QUANTIZATIONS.values(), Fp32Scales(4, group=64)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_integers(dtype: torch.dtype, quantization: str, kernels: Kernels) -> None:
-    matrix, numbers = quantized(kernels, 77, 90, range(5, 58), dtype, QUANTIZATIONS[quantization])
+def test_products_of_integers(dtype: torch.dtype, quantization: Quantization, kernels: Kernels) -> None:
+    matrix, numbers = quantized(kernels, 77, 90, range(5, 58), dtype, quantization)
     for rows in (1, 3, 40):
         x = randn(rows, 53, dtype=dtype, seed=rows)
         assert_product(x, numbers, None, matrix(x))
@@ -90,6 +92,6 @@ def test_numbers_of_every_kind_keep_their_value(kernels: Kernels) -> None:
         numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).unsqueeze(1)
         numbers = numbers[~numbers.isnan() & ((numbers == 0) | (numbers.abs() >= torch.finfo(dtype).tiny))].unsqueeze(1)
         matrix = Matrix(1, 1, dtype, torch.device("cpu"))
-        matrix.weight.fill_(1)
+        matrix.fill(torch.ones(1, 1))
         matrix.adopt(PackedProducts(kernels))
         assert torch.equal(matrix(numbers), numbers)

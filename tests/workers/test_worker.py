@@ -66,6 +66,7 @@ def worker(tmp_path: Path) -> Worker:
     folder = make_tiny_model("llama", tmp_path)
     worker = Worker(spec(folder, num_kv_blocks=None, max_num_batched_tokens=40, gpu_memory_utilization=0.8))
     worker.runner = ModelRunner(read_architecture(folder), worker.spec, TensorParallelGroup(), worker.device)
+    worker.runner.load(folder)
     return worker
 
 
