@@ -100,7 +100,10 @@ def logits(folder: Path, group: TensorParallelGroup, name: str, chunk: int) -> t
             runner.rows.apply(plan)
             hidden = runner.hidden_states(build_inputs(plan, runner.rows, runner.last_tokens, runner.device))
             runner.rows.advance(plan)
-        return runner.sampler._gather(runner.model.head(hidden[-1:]))[0]
+        own, ids = runner.model.head(hidden[-1:])[0], runner.sampler.own_range
+        whole = torch.zeros(runner.model.head.vocab_size)
+        whole[ids.start : ids.stop] = own
+        return runner.sampler.group.all_reduce(whole)
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
