@@ -121,8 +121,9 @@ def test_a_handle_that_does_not_read_costs_no_more_than_its_requests(llm: LLM, m
     monkeypatch.setattr(port_module, "_FRAMES_AHEAD", 50)
     whole = llm.generate(PROMPT, greedy_params(60))
     with open_place(llm) as place:
-        raw, other = place.raw(RCVHWM=1), place.client()
+        raw = place.raw(RCVHWM=1)
         (session,) = place.port._sessions.values()
+        other = place.client()
         number = 100
         while not session.unsent:  # until all buffers on the way are full
             number += 1
