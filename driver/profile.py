@@ -90,9 +90,8 @@ class StepProfile:
             return False
         self._executor.publish(encode_plan(plan))
         while (result := self._executor.receive(self._timeout_seconds)) is None:
-            if time.perf_counter() < began + self._timeout_seconds:
-                continue
-            raise WorkerFailed(f"step {plan.step} of the profile took longer than {self._timeout_seconds:g} s")
+            if time.perf_counter() >= began + self._timeout_seconds:
+                raise WorkerFailed(f"step {plan.step} of the profile took longer than {self._timeout_seconds:g} s")
         self.steps.append((scheduler.in_flight[0].work, time.perf_counter() - began))
         scheduler.update(result, tokens_crc(result.tokens))
         return True

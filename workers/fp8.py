@@ -25,12 +25,24 @@ def check_fp8(device: torch.device) -> None:
         )
 
 
-class Fp8Products:
-    """Row-wise scaled products (`torch._scaled_mm`). Results are bf16, the only kind that it gives on every GPU."""
+class ScaledProducts:
+    """Products of codes, of one kind for weights and activations, with a scale for each output and each token."""
 
     def pack(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = padded(padded(matrix.weight, 1), 0)
         return weight, F.pad(matrix.scales, (0, len(weight) - matrix.outputs))
+
+    def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+        """As `Products.lookup`."""
+        local = ids - first_id
+        elsewhere = (local < 0) | (local >= matrix.outputs)
+        local = local.masked_fill(elsewhere, 0)
+        rows = matrix.weight[local, : matrix.inputs].float() * matrix.scales[local, None]
+        return rows.masked_fill(elsewhere[:, None], 0).to(matrix.dtype)
+
+
+class Fp8Products(ScaledProducts):
+    """Row-wise scaled products (`torch._scaled_mm`). Results are bf16, the only kind that it gives on every GPU."""
 
     def multiply(
         self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
@@ -45,18 +57,6 @@ class Fp8Products:
         )[:, : matrix.outputs]
         y = (y if bias is None else y + bias).unflatten(0, x.shape[:-1])
         return y.float() if wide else y.to(x.dtype)
-
-    def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
-        return look_up(matrix, ids, first_id)
-
-
-def look_up(matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
-    """Rows of codes with a scale for each, as `Products.lookup` gives them."""
-    local = ids - first_id
-    elsewhere = (local < 0) | (local >= matrix.outputs)
-    local = local.masked_fill(elsewhere, 0)
-    rows = matrix.weight[local, : matrix.inputs].float() * matrix.scales[local, None]
-    return rows.masked_fill(elsewhere[:, None], 0).to(matrix.dtype)
 
 
 def padded(codes: torch.Tensor, dim: int) -> torch.Tensor:

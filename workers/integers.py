@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from parallel.layers import Matrix
 from parallel.quantization import to_int8
-from workers.fp8 import look_up, padded
+from workers.fp8 import ScaledProducts, padded
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU that both kernels run on
 INT4_GROUPS = (128, 64, 32)  # that the int4 kernel takes; larger ones are several of these
@@ -19,12 +19,8 @@ _LEAST_ROWS = 17  # of _int_mm
 _INNER_TILES = (8, 4, 2)  # tiles of 16 inputs that lie together in memory; more load better
 
 
-class Int8Products:
+class Int8Products(ScaledProducts):
     """int8 with int8 (`torch._int_mm`): weights with scales for outputs, activations scaled anew for each token."""
-
-    def pack(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = padded(padded(matrix.weight, 1), 0)
-        return weight, F.pad(matrix.scales, (0, len(weight) - matrix.outputs))
 
     def multiply(
         self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
@@ -36,9 +32,6 @@ class Int8Products:
         y = sums.float() * scales[:, None] * matrix.scales[: matrix.outputs]
         y = (y if bias is None else y + bias).unflatten(0, x.shape[:-1])
         return y if wide else y.to(x.dtype)
-
-    def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
-        return look_up(matrix, ids, first_id)
 
 
 class Int4Products:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 
 from driver import service_actor
 from driver.service_actor import DriverActor
-
-
-class Exited(BaseException):
-    pass
-
-
-def exit_process(code: int) -> NoReturn:
-    raise Exited(code)
+from tests.exits import Exited, exit_process
 
 
 @pytest.fixture

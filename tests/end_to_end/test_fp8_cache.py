@@ -21,12 +21,11 @@ from driver.cluster import Cluster
 from parallel.group import TensorParallelGroup
 from parallel.loader import SINGLE_FILE, CheckpointError
 from quadriga import LLM, SamplingParams
-from scheduler.plan import Admission, Chunk, StepPlan
+from tests.end_to_end.chunked import NUM_BLOCKS, last_logits_of
 from tests.models import greedy, load_reference, make_tiny_model
 from tests.ranks import run_ranks
 from tests.workers.test_graphs import spec
 from workers.architecture import read_architecture
-from workers.inputs import build_inputs
 from workers.runner import ModelRunner
 from workers.worker import Worker
 
@@ -87,23 +86,9 @@ def wanted_logits(plain: Path, scales: Sequence[tuple[float, float]], dtype: tor
 
 def logits(folder: Path, group: TensorParallelGroup, name: str, chunk: int) -> torch.Tensor:
     one = spec(folder, rank=group.rank, size=group.size, attention_backend="auto", block_size=4, kv_cache_dtype=name)
-    runner = ModelRunner(read_architecture(folder), replace(one, num_kv_blocks=16), group, torch.device("cpu"))
-    runner.load(folder)
-    runner.make_cache(16)
-    with torch.inference_mode():
-        for step, start in enumerate(range(0, len(PROMPT), chunk)):
-            length = min(chunk, len(PROMPT) - start)
-            plan = StepPlan(0, step, chunks=[Chunk(0, start, length, start + length == len(PROMPT))])
-            if step == 0:
-                plan.admissions = [Admission(0, PROMPT, 0, 0.0, 0, 1.0, 0.0)]
-                plan.new_blocks = [(0, [5, 3, 11, 0, 7, 9, 15, 2, 8, 1])]
-            runner.rows.apply(plan)
-            hidden = runner.hidden_states(build_inputs(plan, runner.rows, runner.last_tokens, runner.device))
-            runner.rows.advance(plan)
-        own, ids = runner.model.head(hidden[-1:])[0], runner.sampler.own_range
-        whole = torch.zeros(runner.model.head.vocab_size)
-        whole[ids.start : ids.stop] = own
-        return runner.sampler.group.all_reduce(whole)
+    one = replace(one, num_kv_blocks=NUM_BLOCKS)
+    runner = ModelRunner(read_architecture(folder), one, group, torch.device("cpu"))
+    return last_logits_of(runner, folder, PROMPT, chunk)
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from parallel.group import TensorParallelGroup
-from scheduler.plan import Admission, Chunk, StepPlan
+from tests.end_to_end.chunked import NUM_BLOCKS, last_logits_of
 from tests.end_to_end.conftest import TinyModels
 from tests.models import KINDS, VOCAB_SIZE, last_logits
 from tests.ranks import run_ranks
 from workers.architecture import read_architecture
-from workers.inputs import build_inputs
 from workers.runner import ModelRunner
 from workers.spec import WorkerSpec
 
@@ -36,30 +35,13 @@ def logits_in_chunks(folder: Path, prompt: list[int], chunk_size: int, group: Te
         max_model_len=64,
         max_num_batched_tokens=64,
         kv_cache_bytes=None,
-        num_kv_blocks=16,
+        num_kv_blocks=NUM_BLOCKS,
         gpu_memory_utilization=0.9,
         start_timeout_seconds=10,
         step_timeout_seconds=10,
     )
     runner = ModelRunner(read_architecture(folder), spec, group, torch.device("cpu"))
-    runner.load(folder)
-    runner.make_cache(16)
-    starts = range(0, len(prompt), chunk_size)
-    with torch.inference_mode():
-        for step, start in enumerate(starts):
-            length = min(chunk_size, len(prompt) - start)
-            plan = StepPlan(0, step, chunks=[Chunk(0, start, length, start + length == len(prompt))])
-            if step == 0:
-                plan.admissions = [Admission(0, prompt, 0, 0.0, 0, 1.0, 0.0)]
-                plan.new_blocks = [(0, [5, 3, 11, 0, 7, 9, 15, 2, 8, 1])]
-            runner.rows.apply(plan)
-            inputs = build_inputs(plan, runner.rows, runner.last_tokens, runner.device)
-            hidden = runner.hidden_states(inputs)
-            runner.rows.advance(plan)
-        own, ids = runner.model.head(hidden[-1:])[0], runner.sampler.own_range
-        whole = torch.zeros(runner.model.head.vocab_size)
-        whole[ids.start : ids.stop] = own
-        return group.all_reduce(whole)
+    return last_logits_of(runner, folder, prompt, chunk_size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

@@ -15,8 +15,9 @@ from tests.end_to_end.machines import ray_machines, why_not
 PROMPT, MAX_TOKENS = [1, 2, 3, 200, 7], 60
 
 
-@pytest.mark.skipif(why_not() != "", reason=why_not())
 def test_a_rank_on_a_machine_that_vanishes_is_noticed_and_made_anew_on_another(tiny: TinyModels) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
     folder = str(tiny.folder("llama"))
     with ray_machines(3) as machines:
         command = [sys.executable, "-m", "tests.end_to_end.nodes_program", "loss", folder, str(MAX_TOKENS)]

@@ -8,18 +8,11 @@ from typing import Any, NoReturn
 import pytest
 
 from parallel.channel import ChannelAddress, ChannelClosed
+from tests.exits import Exited, exit_process
 from workers import actor
 from workers.actor import WorkerActor
 
 ADDRESS = ChannelAddress("ipc://@nobody", b"token")
-
-
-class Exited(BaseException):
-    pass
-
-
-def exit_process(code: int) -> NoReturn:
-    raise Exited(code)
 
 
 @pytest.fixture
