@@ -44,7 +44,7 @@ def main() -> None:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-            except ProcessLookupError:
+            except (ProcessLookupError, PermissionError):  # it has ended, or is another user's that names the folder
                 continue
         time.sleep(0.2)
     shutil.rmtree(folder, ignore_errors=True)

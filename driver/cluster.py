@@ -20,6 +20,7 @@ import ray
 from ray._private import ray_constants, services
 
 from driver.config import ConfigError
+from driver.errors import end_anyway
 from driver.launch import unreachable
 from workers.cores import available_cores
 
@@ -28,6 +29,7 @@ logger = logging.getLogger("quadriga.cluster")
 _OBJECT_STORE_BYTES = 80 << 20  # steps never travel through Ray's object store
 _RANK, _MAX_RANKS = "quadriga_rank", 4096  # the resource that ranks take in a private cluster
 _LONGEST_TEMPORARY_FOLDER = 25  # Ray adds some 65 bytes, our own folder's name 18
+CLEANER_SECONDS = 30.0  # it gives Ray's processes 8 s itself
 _CLEANER = Path(__file__).with_name("cleaner.py")
 
 
@@ -81,10 +83,16 @@ class _Connection:
 
     def close(self) -> None:
         if self.ours:
-            ray.shutdown()
+            end_anyway("Ray", ray.shutdown)
         if self.cleaner is not None:
             self.cleaner.stdin.close()
-            self.cleaner.wait(timeout=30)
+            try:
+                self.cleaner.wait(timeout=CLEANER_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.error(
+                    "the cleaner (process %d) has not removed %s within %g s; it goes on by itself",
+                    *(self.cleaner.pid, self.folder, CLEANER_SECONDS),
+                )
 
 
 def _connect(address: str) -> _Connection:
@@ -224,9 +232,11 @@ def _own_process_group() -> Iterator[None]:
 def _own_sigterm_handler() -> Iterator[None]:
     """Keeps the program's own handling of SIGTERM, which ray.init replaces."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

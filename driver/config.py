@@ -15,8 +15,17 @@ DEFAULT_BUDGETS = {"cpu": 512, "cuda": 2048}
 MOST_TUNED_TOKENS = {"cpu": 2048, "cuda": 8192}  # with a target TBT the budget is solved, and this only bounds it
 
 
+LONGEST_DRAIN = 1e6  # seconds
+
+
 class ConfigError(ValueError):
     """A setting that cannot be honoured; the message names value and limit."""
+
+
+def check_drain_seconds(seconds: float) -> None:
+    """Raises ConfigError for what nobody can wait for, such as infinity."""
+    if not 0 <= seconds <= LONGEST_DRAIN:
+        raise ConfigError(f"--drain-seconds must be between 0 and {LONGEST_DRAIN:g}, got {seconds:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +64,8 @@ class EngineConfig:
     trace_steps: a file for a record of every step, as JSON lines; see driver.trace.StepTrace.
     service_name: of the service that the engine belongs to; what an earlier driver of that name left is cleared away.
     ray_address: a Ray cluster's address, `local` for a private one, or `auto` for a running one, else a private one.
-    start_timeout_seconds: how long to wait for devices and for the ranks to meet.
+    start_timeout_seconds: how long to wait for devices and for the ranks to meet, and for a rank that loads and does
+        not answer.
     hang_seconds: a step that takes longer hangs, unless the step-time model expects more than a 20th of that.
     step_timeout_seconds: a step that takes longer hangs in any case; also how long a collective may wait.
 

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from driver.executor import Executor, WorkerFailed
+from driver.awake import LONGEST_GAP, AwakeClock
+from driver.executor import CLOSE_SECONDS, Executor, WorkerFailed
 from driver.figures import Figures
 from driver.recovery import Recoveries, RequestPoisonous, Suspects
 from driver.text import TextStream
@@ -154,7 +155,8 @@ class Engine:
         self.figures = Figures()
         self._trace = trace
         self._max_in_flight = max(1, async_depth)
-        self._published_at: deque[float] = deque()  # of the steps in flight, `time.perf_counter()`
+        self._clock = AwakeClock()  # by which steps are judged
+        self._published_at: deque[float] = deque()  # of the steps in flight
         self._last_done = 0.0
         self._late = LateSteps()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -190,9 +192,12 @@ class Engine:
     def close(self) -> None:
         """Ends the loop; requests still running end with an error. The executor is left to its owner."""
         self._closing = True
+        self.executor.give_up()
         self.executor.wake()
         if self._thread is not None:
-            self._thread.join(timeout=60)
+            self._thread.join(timeout=CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.error("the engine's thread has not ended within %g s; its workers end under it", CLOSE_SECONDS)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._lock:  # a command must not slip in behind the thread's last look
@@ -211,9 +216,13 @@ class Engine:
                 except WorkerFailed as failure:
                     self._recover(failure)
             self._stop(EngineDead("it was closed"))
-        except Exception as error:
-            logger.error("the engine has failed: %s", error, exc_info=not isinstance(error, WorkerFailed))
-            self._stop(error)
+        except WorkerFailed as failure:
+            if not self._closing:
+                logger.error("the engine has failed: %s", failure)
+            self._stop(EngineDead("it was closed") if self._closing else failure)
+        except BaseException as error:  # a panic in a library's Rust is no Exception, and all wait for this thread
+            logger.error("the engine has failed: %s", error, exc_info=error)
+            self._stop(error if isinstance(error, Exception) else EngineDead(f"it has failed: {error!r}"))
 
     def _turn(self) -> None:
         self._take_commands()
@@ -237,7 +246,7 @@ class Engine:
             self.frames.count(frame, prefill=bool(plan.chunks))
             if self._trace:
                 self._trace.published(plan, scheduler)
-            self._published_at.append(time.perf_counter())
+            self._published_at.append(self._clock.now())
             self._newest_frame = frame
             self.executor.publish(frame)
 
@@ -248,20 +257,24 @@ class Engine:
         # From when the workers could begin it, however often this thread has been woken since.
         began = max(self._published_at[0], self._last_done)
         model = self.scheduler.budget.model
-        next_look = self._watchdog.next_look(step, model, time.perf_counter() - began)
-        result = self.executor.receive(max(0.0, began + next_look - time.perf_counter()))
-        waited = time.perf_counter() - began
+        waited = self._clock.now() - began
+        next_look = self._watchdog.next_look(step, model, waited)
+        result = self.executor.receive(min(max(0.0, next_look - waited), LONGEST_GAP / 2))
+        waited = self._clock.now() - began
         if result is None and waited >= next_look and self._watchdog.hangs(step, model, waited, self.executor):
-            path = self._watchdog.report(step, self._newest_frame, self.executor)
-            raise WorkerFailed(f"step {step.step} took longer than {waited:.1f} s; who did what then is in {path}")
+            try:
+                report = f"who did what then is in {self._watchdog.report(step, self._newest_frame, self.executor)}"
+            except OSError as error:  # a full disk must not keep anybody from going on
+                report = f"who did what then cannot be written down: {error}"
+            raise WorkerFailed(f"step {step.step} took longer than {waited:.1f} s; {report}")
         return result
 
     def _take_result(self, result: StepResult) -> None:
         if result.epoch < self.scheduler.epoch:
             return  # of an engine that ran on these workers before
-        now = time.perf_counter()
         self.recoveries.in_vain = 0
-        self._learn(result, now)
+        self._learn(result)
+        now = time.perf_counter()
         for request, token in self.scheduler.update(result, tokens_crc(result.tokens)):
             live = self._live[request.id]
             ended_by_token = request.finish_reason == "stop"
@@ -278,9 +291,9 @@ class Engine:
             request, reason = self.scheduler.failed.pop()
             self._fail(request, InvalidRequest(f"the guide cannot be followed any further: {reason}"))
 
-    def _learn(self, result: StepResult, now: float) -> None:
+    def _learn(self, result: StepResult) -> None:
         """Tells trace and step-time model what the step took: from when the workers could begin it to its result."""
-        step = self.scheduler.in_flight[0]
+        step, now = self.scheduler.in_flight[0], self._clock.now()
         seconds = now - max(self._published_at.popleft(), self._last_done)
         self._last_done = now
         self.figures.took_step(seconds, step.budget, step.work.tokens)
@@ -329,7 +342,7 @@ class Engine:
                 raise WorkerFailed(f"the KV cache has {num_blocks} blocks now, {scheduler.pool.num_blocks} before")
         scheduler.next_epoch()
         self._published_at.clear()
-        self._last_done = time.perf_counter()
+        self._last_done = self._clock.now()
         if self._trace:
             self._trace.epoch_ended()
         logger.warning(

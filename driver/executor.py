@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +15,10 @@ from workers.spec import WorkerReady, WorkerSpec
 if TYPE_CHECKING:
     from workers.worker import Worker
 
+logger = logging.getLogger("quadriga.worker")
+
 LEAVE_SECONDS = 3.0  # what a thread gets to end when its epoch is over
+CLOSE_SECONDS = 60.0  # and when all is over
 
 OnShare = Callable[[float], None]
 
@@ -52,6 +56,9 @@ class Executor(Protocol):
 
         Raises WorkerFailed when they cannot be had.
         """
+
+    def give_up(self) -> None:
+        """Makes a `recover` raise WorkerFailed soon, also one that comes later. May be called from any thread."""
 
     def stacks(self) -> list[str | None]:
         """What the threads of each rank are doing; None for one that does not answer."""
@@ -92,6 +99,9 @@ class InlineExecutor:
         self._begin_serving()
         return [self._worker.ready]
 
+    def give_up(self) -> None:
+        return  # it takes LEAVE_SECONDS at most
+
     def stacks(self) -> list[str | None]:
         return ["a thread of the driver"]
 
@@ -113,7 +123,9 @@ class InlineExecutor:
     def close(self) -> None:
         if self._thread is not None:
             self._plans.put(None)
-            self._thread.join(timeout=60)
+            self._thread.join(timeout=CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.error("the worker has not ended its step within %g s; its thread is left behind", CLOSE_SECONDS)
             self._thread = None
 
     def _begin_serving(self) -> None:

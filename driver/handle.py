@@ -205,9 +205,11 @@ class Client:
         self, asks: list[Ask], single: bool, wait: bool, use_tqdm: bool = False
     ) -> Completion | list[Completion]:
         updates: queue.SimpleQueue[tuple[int, Update]] = queue.SimpleQueue()
-        calls, completions = self._submit(asks, lambda at, update: updates.put((at, update)), wait)
-        left = len(calls)
+        calls: list[Call] = []
+        completions: list[Completion] = []
+        left = len(asks)
         try:
+            self._submit(asks, lambda at, update: updates.put((at, update)), wait, calls, completions)
             with tqdm(total=left, unit="request", disable=not use_tqdm or left < 2) as bar:
                 while left:
                     at, update = updates.get()
@@ -223,9 +225,11 @@ class Client:
     async def _acollect(self, asks: list[Ask], single: bool, wait: bool) -> Completion | list[Completion]:
         updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        calls, completions = self._submit(asks, lambda at, update: _post(loop, updates, (at, update)), wait)
-        left = len(calls)
+        calls: list[Call] = []
+        completions: list[Completion] = []
+        left = len(asks)
         try:
+            self._submit(asks, lambda at, update: _post(loop, updates, (at, update)), wait, calls, completions)
             while left:
                 at, update = await updates.get()
                 completions[at].take(update)
@@ -236,14 +240,18 @@ class Client:
         return _results(calls, completions, single)
 
     def _submit(
-        self, asks: list[Ask], put: Callable[[int, Update], None], wait: bool
-    ) -> tuple[list[Call], list[Completion]]:
-        calls, completions = [], []
+        self,
+        asks: list[Ask],
+        put: Callable[[int, Update], None],
+        wait: bool,
+        calls: list[Call],
+        completions: list[Completion],
+    ) -> None:
+        """Fills `calls` and `completions`, as far as it comes."""
         for at, ask in enumerate(asks):
             prompt = ask.prompt if isinstance(ask.prompt, str) else None
             completions.append(Completion(prompt, submitted=time.perf_counter()))
             calls.append(self._link.submit(ask, functools.partial(put, at), wait))
-        return calls, completions
 
     def _give_up(self, calls: Sequence[Call]) -> None:
         for call in calls:

@@ -7,6 +7,7 @@ import logging
 import threading
 from typing import Any
 
+from driver.errors import end_anyway
 from driver.handle import Client
 from driver.llm import LLM
 from driver.port import Port
@@ -35,8 +36,9 @@ class InlineHost:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        if self._status.state == READY and self._llm.failure is not None:
-            self._status.failed(self._llm.failure)
+        failure = self._llm.failure or (self._port and self._port.failure)
+        if self._status.state == READY and failure is not None:
+            self._status.failed(failure)
         return self._status.now
 
     def connect(self) -> Client:
@@ -62,7 +64,7 @@ class InlineHost:
             self._port = Port(self._service(self._llm), None)
             self._port.start()
             self._status.ready(self._llm.phases)
-        except Exception as error:  # noqa: BLE001 told by status
+        except BaseException as error:  # noqa: BLE001 told by status
             self._status.failed(error)
 
 
@@ -82,7 +84,7 @@ class ActorHost:
             # The actor is on the cluster already, whichever way this process got there.
             self._actor = start_service({**options, "ray_address": "auto"}, settings, replace, drain_seconds)
         except BaseException:
-            self._cluster.close()
+            end_anyway("Ray", self._cluster.close)
             raise
         self._ended = False
 

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from importlib import metadata
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,7 +22,7 @@ from driver.handle import Client
 from driver.http_door import Door
 from driver.metrics import exposition
 from driver.service import DRAINING
-from driver.startup import READY
+from driver.startup import FAILED, READY
 from driver.wire import ServiceUnavailable
 
 STOP_SECONDS = 5
@@ -71,6 +72,12 @@ class HttpServer:
             target=self._server.run, kwargs={"sockets": [self._socket]}, name="quadriga-http", daemon=True
         )
         self._thread.start()
+
+    def failed(self) -> dict[str, Any] | None:
+        """As StartStatus.now when the server has ended by itself, so that nobody is answered; None while it serves."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        return {"state": FAILED, "error": f"the HTTP server at {self.url} has ended", "input_fault": False}
 
     def close(self) -> None:
         """Finishes the answers that are under way, for STOP_SECONDS at most. May be called twice."""

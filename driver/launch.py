@@ -176,7 +176,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code: 0 when everything is there, 1 when it did not come in time."""
-    if args.tp < 1 or args.nodes < 1 or args.wait_seconds < 0:
+    if args.tp < 1 or args.nodes < 1 or not args.wait_seconds >= 0:
         raise ConfigError("--tp and --nodes must be at least 1, and --wait-seconds must not be negative")
     read = ClusterReader(args.ray_address)
     came = wait_for_devices(Needs(args.tp, args.nodes, args.device), args.wait_seconds, read, _say)

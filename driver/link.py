@@ -160,7 +160,7 @@ class Link:
                 self._receive()
                 self._keep_alive()
                 self._send_waiting()
-        except Exception as error:  # a fault of ours; callers must not wait for ever because of it
+        except BaseException as error:  # a fault of ours; callers must not wait for ever because of it
             logger.exception("the connection to the service has failed")
             reason = ServiceUnavailable(f"this client has failed: {error!r}")
         self._end(reason)
@@ -375,9 +375,11 @@ class Link:
     def _end(self, reason: Exception) -> None:
         with self._lock:
             self._closing = True  # no command comes behind this
-        self._take_commands()
-        self._send("bye")
-        self._fail_all(reason)
+        try:
+            self._take_commands()
+            self._send("bye")
+        finally:
+            self._fail_all(reason)
         self._disconnect()
         self._context.term()
         self._waker.close()

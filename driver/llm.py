@@ -107,7 +107,9 @@ class LLM:
         """
         self.start()
         request = self.prepare(prompt, params or SamplingParams())
-        return Stream(request.id, self._submit([request]), functools.partial(self.abort, request.id))
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        self._submit([request], updates)
+        return Stream(request.id, updates, functools.partial(self.abort, request.id))
 
     def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
         """Completes a conversation of {"role", "content"} messages, laid out by the model's chat template."""
@@ -201,8 +203,9 @@ class LLM:
             completion.submitted = time.perf_counter()
             requests.append(request)
             by_id[request.id] = completion
-        updates = self._submit(requests)
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         try:
+            self._submit(requests, updates)
             with tqdm(total=len(by_id), unit="request", disable=not use_tqdm or len(by_id) < 2) as bar:
                 left = len(by_id)
                 while left:
@@ -220,11 +223,9 @@ class LLM:
                 raise completion.error
         return completions
 
-    def _submit(self, requests: Sequence[Request]) -> queue.SimpleQueue[Update]:
-        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+    def _submit(self, requests: Sequence[Request], updates: queue.SimpleQueue[Update]) -> None:
         for request in requests:
             self.submit(request, updates.put)
-        return updates
 
 
 def _shut_down(engine: Engine) -> None:

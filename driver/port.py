@@ -58,7 +58,7 @@ class Port:
     """Serves handles. `start`, then `close`.
 
     owner_seen_at: `time.monotonic()` when a handle that owns the service was last heard, 0 while there was none;
-    owner_left: whether it has said goodbye.
+    owner_left: whether it has said goodbye. failure: why its thread has ended, if that was not `close`.
     """
 
     def __init__(self, service: Service, host: str | None, restarts: bool = False) -> None:
@@ -68,6 +68,7 @@ class Port:
         self._restarts = restarts
         self.owner_seen_at = 0.0
         self.owner_left = False
+        self.failure: BaseException | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -109,6 +110,13 @@ class Port:
     # ---- the port's thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # whatever it is: who cannot be reached must not pass for sound
+            logger.exception("the port has failed")
+            self.failure = error
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.fileno(), zmq.POLLIN)
@@ -206,7 +214,9 @@ class Port:
         tell = functools.partial(self._tell, peer, session, number)
         try:
             self.service.submit(wire.read_ask(body), tell, on_prepared=tell)
-        except Exception as error:
+        except BaseException as error:  # a panic in a library's Rust is no Exception, and fails this request alone
+            if not isinstance(error, Exception):
+                error = wire.RequestFailed(f"the request could not be taken: {error!r}")
             if wire.refusal_kind(error) == "failed":
                 logger.exception("a request could not be taken")
             tell(error)

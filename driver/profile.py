@@ -14,14 +14,17 @@ import itertools
 import logging
 import time
 
+from driver.awake import LONGEST_GAP, AwakeClock
 from driver.executor import Executor, WorkerFailed
+from driver.watchdog import Watchdog
 from scheduler.blocks import BlockPool
 from scheduler.budget import TokenBudget
-from scheduler.frame import encode_plan, tokens_crc
+from scheduler.frame import StepResult, encode_plan, tokens_crc
 from scheduler.limits import Limits
 from scheduler.params import SamplingParams
 from scheduler.request import Phase, Request
 from scheduler.scheduler import Scheduler
+from scheduler.step import StepInFlight
 from scheduler.step_time import StepTimeModel, StepWork
 
 logger = logging.getLogger("quadriga.profile")
@@ -37,12 +40,13 @@ DECODE_STEPS = 4
 class StepProfile:
     """Runs steps one at a time and remembers what they took."""
 
-    def __init__(self, executor: Executor, limits: Limits, pool: BlockPool, timeout_seconds: float) -> None:
+    def __init__(self, executor: Executor, limits: Limits, pool: BlockPool, watchdog: Watchdog, epoch: int = 0) -> None:
         self._executor = executor
-        self._timeout_seconds = timeout_seconds
+        self._watchdog = watchdog
+        self._clock = AwakeClock()
         self._pool = pool
         self._budget = TokenBudget(limits.max_num_batched_tokens)
-        self._scheduler = Scheduler(limits, pool, prefix_caching=False, budget=self._budget)
+        self._scheduler = Scheduler(limits, pool, epoch, prefix_caching=False, budget=self._budget)
         self._deadline = time.perf_counter() + PROFILE_SECONDS
         self.steps: list[tuple[StepWork, float]] = []
 
@@ -89,19 +93,37 @@ class StepProfile:
         if plan is None:
             return False
         self._executor.publish(encode_plan(plan))
-        while (result := self._executor.receive(self._timeout_seconds)) is None:
-            if time.perf_counter() >= began + self._timeout_seconds:
-                raise WorkerFailed(f"step {plan.step} of the profile took longer than {self._timeout_seconds:g} s")
+        result = self._receive(scheduler.in_flight[0])
         self.steps.append((scheduler.in_flight[0].work, time.perf_counter() - began))
         scheduler.update(result, tokens_crc(result.tokens))
         return True
 
+    def _receive(self, step: StepInFlight) -> StepResult:
+        began, waited, model = self._clock.now(), 0.0, self._budget.model
+        while True:
+            next_look = self._watchdog.next_look(step, model, waited)
+            result = self._executor.receive(min(max(0.0, next_look - waited), LONGEST_GAP / 2))
+            if result is not None:
+                return result
+            waited = self._clock.now() - began
+            if waited >= next_look and self._watchdog.hangs(step, model, waited, self._executor):
+                raise WorkerFailed(f"step {step.step} of the profile took longer than {waited:.1f} s")
+
 
 def profile_steps(
-    executor: Executor, limits: Limits, num_blocks: int, block_size: int, max_model_len: int, timeout_seconds: float
+    executor: Executor,
+    limits: Limits,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    watchdog: Watchdog,
+    epoch: int = 0,
 ) -> StepTimeModel:
-    """A step-time model fitted to at most PROFILE_SECONDS of steps. The executor's epoch 0 is used up by it."""
-    profile = StepProfile(executor, limits, BlockPool(num_blocks, block_size), timeout_seconds)
+    """A step-time model fitted to at most PROFILE_SECONDS of steps. The executor's epoch is used up by it.
+
+    Raises WorkerFailed when a rank is lost meanwhile.
+    """
+    profile = StepProfile(executor, limits, BlockPool(num_blocks, block_size), watchdog, epoch)
     profile.run(max_model_len)
     model = StepTimeModel()
     model.learn(profile.steps)

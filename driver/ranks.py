@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from driver.awake import AwakeClock
 from driver.cluster import Cluster, describe_nodes
 from driver.config import ConfigError
-from driver.errors import is_input_fault
+from driver.errors import end_anyway, is_input_fault
 from driver.executor import OnShare, WorkerFailed
 from workers.spec import WorkerPlace, WorkerReady, WorkerSpec
 
@@ -24,14 +27,20 @@ logger = logging.getLogger("quadriga.ray")
 
 LOOPBACK = "127.0.0.1"
 LEAVE_SECONDS = 3.0  # what a rank gets to end its step when another is lost; it then is as good as lost itself
+SILENT_SECONDS = 20.0  # after a loss: what a rank that joins again or loads may leave calls beside that unanswered
+BLAME_SECONDS = 1.0  # what is waited for the rank that the first one to fail complains of
+TICK_SECONDS, ANSWER_SECONDS = 0.3, 0.5
 
 
 class RankDied(WorkerFailed):
-    """A rank's process ended while the ranks were being brought up."""
+    """A rank's process ended, or fell silent, while the ranks were being brought up."""
 
 
 class Ranks:
-    """One actor per rank, in a placement group on one node or many."""
+    """One actor per rank, in a placement group on one node or many.
+
+    closing: set from any thread, it ends a `bring_up` with WorkerFailed.
+    """
 
     def __init__(
         self, cluster: Cluster, device: str, specs: Sequence[WorkerSpec], timeout_seconds: float, group_name: str
@@ -42,6 +51,8 @@ class Ranks:
         """
         self._cluster, self._device, self._timeout = cluster, device, timeout_seconds
         self._specs = list(specs)
+        self.closing = threading.Event()
+        self._silent_seconds = timeout_seconds  # a first import of torch may hold up a process for long
         self._group: PlacementGroup | None = self._place(group_name)
         self._places: list[WorkerPlace | None] = [None] * len(specs)
         self.actors = [self._make(rank) for rank in range(len(specs))]
@@ -60,6 +71,8 @@ class Ranks:
     def bring_up(self, on_share: OnShare) -> list[WorkerReady]:
         """Has every rank join the others, those that have no weights yet load them. on_share: as in Executor.start.
 
+        Loading takes as long as it takes, if all ranks answer meanwhile that they live.
+
         Raises RankDied, WorkerFailed, or a rank's own complaint about the model.
         """
         deadline = time.monotonic() + self._timeout
@@ -73,7 +86,9 @@ class Ranks:
             actor.start.remote(store_host, store_port, host, hosts.count(host))
             for actor, host in zip(self.actors, hosts, strict=True)
         ]
-        ready = self._all(calls, None, "loading the model", lambda: on_share(self._loaded()))
+        loading = _Loading(self.actors, self._silent_seconds)
+        ready = self._all(calls, None, "loading the model", lambda: on_share(loading.share()))
+        self._silent_seconds = min(SILENT_SECONDS, self._timeout)
         # A rank that takes another's place must do with the blocks that there are; the others have no time to measure.
         self._specs = [dataclasses.replace(spec, num_kv_blocks=ready[0].num_blocks) for spec in self._specs]
         return ready
@@ -86,8 +101,6 @@ class Ranks:
         asked = [actor.leave.remote(LEAVE_SECONDS) for actor in self.actors]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=LEAVE_SECONDS + 1)
         lost = [rank for rank, answer in enumerate(asked) if answer not in answered or not _is_true(answer)]
-        if not self.actors:
-            raise WorkerFailed("the ranks were ended meanwhile")
         for rank in lost:
             self._kill(rank)
         for rank in lost:
@@ -103,11 +116,11 @@ class Ranks:
 
     def close(self) -> None:
         for rank in range(len(self.actors)):
-            self._kill(rank)
+            end_anyway(f"rank {rank}", functools.partial(self._kill, rank))
         self.actors = []
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
 
     # ---- pieces
 
@@ -149,17 +162,12 @@ class Ranks:
         self._places[rank] = None
         if place is not None and place.node_ip == ray.util.get_node_ip_address():
             try:
-                psutil.Process(place.pid).kill()  # Ray asks politely first, which one that is stopped does not hear
-            except psutil.NoSuchProcess:
+                process = psutil.Process(place.pid)
+                if process.cmdline()[0].startswith("ray::WorkerActor"):  # and not who has its number by now
+                    process.kill()  # Ray asks politely first, which one that is stopped does not hear
+            except (psutil.Error, IndexError):
                 logger.debug("rank %d has ended already", rank)
         ray.kill(self.actors[rank])
-
-    def _loaded(self) -> float:
-        """How much of the weights the slowest rank has loaded, in [0, 1]."""
-        try:
-            return min(ray.get([actor.loaded.remote() for actor in self.actors], timeout=1.0))
-        except RayError:
-            return 0.0  # whatever is wrong with a rank, its `start` tells
 
     def _all(
         self, refs: list[Any], deadline: float | None, what: str, meanwhile: Callable[[], None] | None = None
@@ -170,27 +178,79 @@ class Ranks:
         """
         waiting = list(refs)
         while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=0.3 if meanwhile else left)
-            if not done and meanwhile:
-                meanwhile()
-                continue
-            rank = refs.index(done[0]) if done else -1
-            if not done:
+            if self.closing.is_set():
+                raise WorkerFailed(f"{what} was given up: the engine closes")
+            left = TICK_SECONDS if deadline is None else min(TICK_SECONDS, max(0.0, deadline - time.monotonic()))
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            if done:
+                failure = _failure(refs, done[0], what)
+                if failure is not None:
+                    raise _first_cause(failure, refs, waiting, what)
+            elif deadline is not None and time.monotonic() >= deadline:
                 raise WorkerFailed(f"{what} took longer than {self._timeout:g} s on rank {refs.index(waiting[0])}")
-            try:
-                ray.get(done[0])
-            except RayTaskError as error:
-                if is_input_fault(error.cause):
-                    raise error.cause from None
-                raise WorkerFailed(f"rank {rank} failed while {what}: {error.cause or error}") from error
-            except RayActorError as error:
-                raise RankDied(f"rank {rank} died while {what}: {first_lines(error)}") from error
+            elif meanwhile:
+                meanwhile()
         return ray.get(refs)
+
+
+class _Loading:
+    """What ranks that load say of themselves meanwhile."""
+
+    def __init__(self, actors: Sequence[Any], silent_seconds: float) -> None:
+        """silent_seconds: what one may leave unanswered."""
+        self._actors, self._silent_seconds = actors, silent_seconds
+        self._clock = AwakeClock()
+        self._heard = [self._clock.now()] * len(actors)
+
+    def share(self) -> float:
+        """How much of the weights the slowest rank has loaded, in [0, 1]. Raises RankDied for one that is silent."""
+        asked = [actor.loaded.remote() for actor in self._actors]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
+        now, shares = self._clock.now(), []
+        for rank, answer in enumerate(asked):
+            if answer in answered:
+                self._heard[rank] = now
+            elif now - self._heard[rank] > self._silent_seconds:
+                raise RankDied(f"rank {rank} has not answered for {self._silent_seconds:g} s while it was to load")
+            shares.append(_share(answer) if answer in answered else 0.0)
+        return min(shares)
+
+
+def _failure(refs: list[Any], done: Any, what: str) -> Exception | None:
+    """What a call that has ended failed with, if it did."""
+    rank = refs.index(done)
+    try:
+        ray.get(done)
+        return None
+    except RayTaskError as error:
+        if is_input_fault(error.cause):
+            return error.cause
+        failure: Exception = WorkerFailed(f"rank {rank} failed while {what}: {error.cause or error}")
+        failure.__cause__ = error
+    except RayError as error:
+        failure = RankDied(f"rank {rank} died while {what}: {first_lines(error)}")
+        failure.__cause__ = error
+    return failure
+
+
+def _first_cause(failure: Exception, refs: list[Any], waiting: list[Any], what: str) -> Exception:
+    """A rank that died, where there is one: the failure is that another missed it."""
+    if not waiting or not isinstance(failure, WorkerFailed) or isinstance(failure, RankDied):
+        return failure
+    ended, _ = ray.wait(waiting, num_returns=len(waiting), timeout=BLAME_SECONDS)
+    others = [_failure(refs, ref, what) for ref in ended]
+    return next((other for other in others if isinstance(other, RankDied)), failure)
 
 
 def first_lines(error: BaseException, count: int = 3) -> str:
     return " ".join(str(error).strip().splitlines()[:count])
+
+
+def _share(answer: Any) -> float:
+    try:
+        return ray.get(answer)
+    except RayError:
+        return 0.0  # whatever is wrong with a rank, its `start` tells
 
 
 def _is_true(answer: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from driver.config import ConfigError, EngineConfig
+from driver.config import ConfigError, EngineConfig, check_drain_seconds
 from driver.executor import WorkerFailed
 from driver.handle import Client
 from driver.options import engine_options
@@ -23,6 +23,7 @@ from driver.startup import FAILED, READY
 logger = logging.getLogger("quadriga.serve")
 
 POLL_SECONDS = 0.3
+LOOK_SECONDS = 1.0
 
 
 class StartFailed(ValueError):
@@ -102,8 +103,9 @@ def _run(args: argparse.Namespace) -> int:
     from driver.front import HttpLimits
     from driver.http_server import HttpServer, make_app  # FastAPI takes a third of a second
 
-    if args.max_queued_requests < 0 or not args.drain_seconds >= 0:
-        raise ConfigError("--max-queued-requests and --drain-seconds must not be negative")
+    if args.max_queued_requests < 0:
+        raise ConfigError(f"--max-queued-requests must not be negative, got {args.max_queued_requests}")
+    check_drain_seconds(args.drain_seconds)
     if not args.name:
         raise ConfigError("--name must not be empty")
     if args.detach and args.api_key:
@@ -128,10 +130,9 @@ def _run(args: argparse.Namespace) -> int:
         if args.detach:
             _say(f"service {args.name!r} is ready; `quadriga stop --name {args.name}` ends it")
             return 0
-        while not client.connected and not stop.wait(0.02):  # whoever is told that it is ready must not get a 503
-            pass
+        _wait_for_answer(client, stop, host.status)
         _say(f"{args.name!r} is ready at {server.url}")
-        _wait(stop, host.status)
+        _wait(stop, lambda: server.failed() or host.status())
         _say(f"draining, for {args.drain_seconds:g} s at most; a second signal ends at once")
         aborted = host.end(args.drain_seconds)
         _say(f"stopped; {aborted} requests were aborted")
@@ -220,9 +221,21 @@ class _Weights:
             self._bar.close()
 
 
+def _wait_for_answer(client: Client, stop: threading.Event, status: Callable[[], dict[str, Any]]) -> None:
+    """Until the service answers: whoever is told that it is ready must not get a 503. Ends as `_wait` does."""
+    next_look = time.monotonic() + LOOK_SECONDS
+    while not client.connected and not stop.wait(0.02):
+        if time.monotonic() >= next_look:
+            _check(status())
+            next_look = time.monotonic() + LOOK_SECONDS
+
+
 def _wait(stop: threading.Event, status: Callable[[], dict[str, Any]]) -> None:
     """Until told to stop, or until the service has failed for good."""
-    while not stop.wait(1.0):
-        now = status()
-        if now["state"] == FAILED:
-            raise WorkerFailed(f"the service has failed: {now['error']}")
+    while not stop.wait(LOOK_SECONDS):
+        _check(status())
+
+
+def _check(now: dict[str, Any]) -> None:
+    if now["state"] == FAILED:
+        raise WorkerFailed(f"the service has failed: {now['error']}")

@@ -6,6 +6,7 @@ they had not got to the end. An actor that has failed beyond that (its model can
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from driver.awake import AwakeClock
 from driver.cluster import join, running_clusters
 from driver.config import ConfigError
+from driver.errors import end_anyway
 from driver.startup import FAILED, LOG_FORMAT, READY, StartStatus
 from driver.wire import SILENCE_SECONDS, ServiceUnavailable
 from parallel.channel import ChannelAddress
@@ -26,7 +30,7 @@ from parallel.channel import ChannelAddress
 logger = logging.getLogger("quadriga.service")
 
 NAMESPACE = "quadriga"
-OWNER_SECONDS = 10.0  # an owner unheard of for so long is gone, and the service ends
+OWNER_SECONDS = 10.0  # an owner unheard of for so long may be gone: Ray is asked, and if so the service ends
 LOOKUP_SECONDS = 5.0
 
 
@@ -35,12 +39,14 @@ class ServiceSettings:
     """What a service has beyond its engine's configuration.
 
     max_queued_requests, model_name: as in Service. owned: whether the service ends with the handle that owns it.
+    owner_job: Ray's id of that one's process, set by start_service.
     """
 
     name: str
     max_queued_requests: int = 1024
     owned: bool = True
     model_name: str | None = None
+    owner_job: str = ""
 
 
 class DriverActor:
@@ -73,10 +79,10 @@ class DriverActor:
             aborted = 0
             if self._port is not None:
                 aborted = self._port.service.drain(drain_seconds)
-                self._port.close()
+                end_anyway("the port", self._port.close)
                 self._port = None
             if self._llm is not None:
-                self._llm.close()
+                end_anyway("the engine", self._llm.close)
             return aborted
 
     # ---- the actor's own thread
@@ -84,14 +90,18 @@ class DriverActor:
     def _live(self) -> None:
         try:
             self._bring_up()
-        except Exception as error:
+        except BaseException as error:  # whatever it is, it is to be told, and nobody else is here to do so
             logger.exception("the service could not start")
             if self._llm is not None:
-                self._llm.close()
+                end_anyway("the engine", self._llm.close)
             self._status.failed(error)
             self._wait_for_owner()
             return
-        self._watch()
+        try:
+            self._watch()
+        except BaseException:
+            logger.exception("nobody watches the service any more; the driver starts again")
+            os._exit(1)
 
     def _bring_up(self) -> None:
         from driver.llm import LLM
@@ -109,27 +119,33 @@ class DriverActor:
 
     def _watch(self) -> None:
         """Ends the process when the engine has failed, for Ray to start it again, and the service with its owner."""
-        began = time.monotonic()
+        clock = AwakeClock()  # stopped for a while, it must not take that for the owner's silence
+        seen_at, heard_at = 0.0, clock.now()
         while True:
             time.sleep(0.2)
-            port = self._port
+            port, now = self._port, clock.now()
             if port is None:
                 return  # stopped
-            failure = self._llm.failure
+            failure = self._llm.failure or port.failure
             if failure is not None and not self._stopping.locked():
-                logger.error("the engine has failed, the driver starts again: %s", failure)
-                self._llm.close()
+                logger.error("the driver has failed and starts again: %s", failure)
+                end_anyway("the engine", self._llm.close)
                 os._exit(1)
             if not self._settings.owned:
                 continue
-            silent = time.monotonic() - max(port.owner_seen_at, began)
-            patience = OWNER_SECONDS if port.owner_seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
-            if port.owner_left or silent > patience:
+            if port.owner_seen_at != seen_at:
+                seen_at, heard_at = port.owner_seen_at, now
+            patience = OWNER_SECONDS if seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
+            silent = now - heard_at > patience
+            if port.owner_left or (silent and _is_gone(self._settings.owner_job)):
                 logger.warning("the owner has left; the service ends")
                 port.service.hurry()  # it may have left amid a drain that it asked for
                 self.stop(0.0)
                 self._end()
                 return
+            if silent:
+                logger.warning("the owner is silent, but its process lives; the service waits for it")
+                heard_at = now
 
     def _wait_for_owner(self) -> None:
         """Gives whoever started the service time to read why it failed."""
@@ -143,11 +159,14 @@ class DriverActor:
         So it is when this machine was cut off, its driver was started again elsewhere, and the network is back.
         """
         context = ray.get_runtime_context()
-        if any(node["Alive"] and node["NodeID"] == context.get_node_id() for node in ray.nodes()):
-            ray.kill(context.current_actor, no_restart=True)
-        else:
+        try:
+            if any(node["Alive"] and node["NodeID"] == context.get_node_id() for node in ray.nodes()):
+                ray.kill(context.current_actor, no_restart=True)
+                return
             logger.warning("this machine was taken for lost; the process ends alone")
-            os._exit(1)
+        except ray.exceptions.RayError as error:
+            logger.warning("Ray cannot be asked who is to end (%s); the process ends alone", error)
+        os._exit(1)
 
 
 class Locator:
@@ -207,6 +226,15 @@ def find_actor(name: str) -> Any:
         ) from error
 
 
+def _is_gone(job: str) -> bool:
+    """Whether a process that was connected to Ray has ended. One that is stopped has not, and may go on."""
+    try:
+        return all(entry["IsDead"] for entry in ray_state.jobs() if entry["JobID"] == job)
+    except ray.exceptions.RayError as error:
+        logger.warning("Ray cannot be asked for the owner: %s", error)
+        return False
+
+
 def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace: bool, drain_seconds: float) -> Any:
     """Makes the driver actor. Raises ConfigError when the name is taken and not to be replaced.
 
@@ -224,6 +252,7 @@ def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace
         logger.warning("service %r is drained and replaced", settings.name)
         aborted = end_service(old, drain_seconds)
         logger.warning("the old service has ended; %d of its requests were aborted", aborted)
+    settings = dataclasses.replace(settings, owner_job=ray.get_runtime_context().get_job_id())
     return (
         ray.remote(DriverActor)
         .options(

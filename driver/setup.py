@@ -12,7 +12,8 @@ from pathlib import Path
 
 from driver.config import ConfigError, EngineConfig
 from driver.engine import Engine
-from driver.executor import Executor, InlineExecutor
+from driver.errors import end_anyway
+from driver.executor import Executor, InlineExecutor, WorkerFailed
 from driver.profile import profile_steps
 from driver.tokenizer import Tokenizer, load_tokenizer
 from driver.trace import StepTrace
@@ -29,6 +30,8 @@ from workers.source import resolve_model
 from workers.spec import DTYPES, QUANTIZATIONS, WorkerReady, WorkerSpec
 
 logger = logging.getLogger("quadriga.start")
+
+PROFILES = 3  # attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +121,32 @@ def start_engine(config: EngineConfig, model: Model, phases: Phases) -> tuple[En
             engine = make_engine(config, executor, limits, ready[0].num_blocks)
         else:
             with phases.phase("step-time profile"):
-                step_time = profile_steps(
-                    executor,
-                    limits,
-                    ready[0].num_blocks,
-                    config.block_size,
-                    model.max_model_len,
-                    config.step_timeout_seconds,
-                )
-            engine = make_engine(config, executor, limits, ready[0].num_blocks, 1, step_time)
+                ready, epoch, step_time = _profiled(config, model, executor, limits, ready)
+            engine = make_engine(config, executor, limits, ready[0].num_blocks, epoch, step_time)
     except BaseException:
-        executor.close()
+        end_anyway("the executor", executor.close)
         raise
     return engine, ready
+
+
+def _profiled(
+    config: EngineConfig, model: Model, executor: Executor, limits: Limits, ready: list[WorkerReady]
+) -> tuple[list[WorkerReady], int, StepTimeModel]:
+    """The step-time model, with the ranks and the epoch to go on with: one that is lost meanwhile is replaced."""
+    epoch = 0
+    while True:
+        try:
+            size = (ready[0].num_blocks, config.block_size, model.max_model_len)
+            return ready, epoch + 1, profile_steps(executor, limits, *size, _watchdog(config), epoch)
+        except WorkerFailed as failure:
+            if epoch + 1 == PROFILES:
+                raise
+            logger.error("epoch %d has ended: %s; the profile begins anew", epoch, failure)
+            ready, epoch = executor.recover(), epoch + 1
+
+
+def _watchdog(config: EngineConfig) -> Watchdog:
+    return Watchdog(config.hang_seconds, config.step_timeout_seconds)
 
 
 def make_engine(
@@ -146,8 +162,7 @@ def make_engine(
     budget = TokenBudget(limits.max_num_batched_tokens, target, step_time)
     scheduler = Scheduler(limits, BlockPool(num_blocks, config.block_size), epoch, config.prefix_caching, budget)
     trace = StepTrace(config.trace_steps) if config.trace_steps else None
-    watchdog = Watchdog(config.hang_seconds, config.step_timeout_seconds)
-    engine = Engine(executor, scheduler, config.async_depth, watchdog, trace)
+    engine = Engine(executor, scheduler, config.async_depth, _watchdog(config), trace)
     engine.start()
     return engine
 

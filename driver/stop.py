@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from driver.config import ConfigError
+from driver.config import ConfigError, check_drain_seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +19,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises ServiceUnavailable when there is no such service."""
-    if not args.name or not args.drain_seconds >= 0:
-        raise ConfigError("--name must not be empty, and --drain-seconds not negative")
+    if not args.name:
+        raise ConfigError("--name must not be empty")
+    check_drain_seconds(args.drain_seconds)
     from driver.service_actor import end_service, find_actor, join_cluster_of
 
     join_cluster_of(args.name, args.ray_address)

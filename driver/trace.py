@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from driver.config import ConfigError
@@ -12,6 +14,8 @@ from scheduler.frame import StepResult
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 from scheduler.step import StepInFlight
+
+logger = logging.getLogger("quadriga.trace")
 
 
 class StepTrace:
@@ -30,6 +34,7 @@ class StepTrace:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 open until the engine ends
         except OSError as error:
             raise ConfigError(f"cannot write the step trace {path}: {error}") from error
+        self._broken = False
         self._began = time.perf_counter()
         self._pending: deque[dict[str, object]] = deque()
 
@@ -58,11 +63,20 @@ class StepTrace:
         line["measured_s"] = round(seconds, 6)
         line["predicted_s"] = None if step.predicted is None else round(step.predicted, 6)
         line["worker_s"] = round(result.seconds, 6)
-        self._file.write(json.dumps(line) + "\n")
+        if not self._broken:
+            self._careful(lambda: self._file.write(json.dumps(line) + "\n"))
 
     def epoch_ended(self) -> None:
         """The results of the steps in flight will not come."""
         self._pending.clear()
 
     def close(self) -> None:
-        self._file.close()
+        self._careful(self._file.close)
+
+    def _careful(self, write: Callable[[], object]) -> None:
+        """A disk that is full ends the trace, not the engine."""
+        try:
+            write()
+        except OSError as error:
+            logger.error("the step trace %s is not complete: %s", self._file.name, error)
+            self._broken = True

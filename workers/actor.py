@@ -49,7 +49,7 @@ class WorkerActor:
 
     def start(self, store_host: str | None, store_port: int, node_ip: str, ranks_here: int) -> WorkerReady:
         """Joins the other ranks, where there are any, and loads the shard, unless an earlier epoch has; see Worker."""
-        from parallel.group import join_store
+        from parallel.group import GroupError, join_store
         from workers.worker import Worker
 
         with self._busy:
@@ -59,7 +59,13 @@ class WorkerActor:
             if store_host is not None and self._store is None:
                 self._store = join_store(store_host, store_port, self.spec.size, self.spec.start_timeout_seconds)
             if self.worker is not None and self.worker.ready is not None:
-                return self.worker.rejoin(self._store, node_ip, ranks_here)
+                try:
+                    return self.worker.rejoin(self._store, node_ip, ranks_here)
+                except GroupError:  # another rank's doing
+                    raise
+                except BaseException:
+                    self._broken = True
+                    raise
             self._broken = True  # until it is known to be whole
             self.worker = Worker(self.spec)
             ready = self.worker.start(self._store, node_ip, ranks_here, self._set_share)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+import ray
 
-from driver import service_actor
-from driver.service_actor import DriverActor
+from driver import awake, service_actor
+from driver.service_actor import DriverActor, ServiceSettings
+from driver.startup import FAILED, READY, StartStatus
 from tests.exits import Exited, exit_process
 
 
@@ -40,3 +45,131 @@ def test_a_driver_whose_machine_was_taken_for_lost_leaves_its_successor_alone(
     with pytest.raises(Exited):
         object.__new__(DriverActor)._end()
     assert killed == []
+
+
+def test_a_driver_that_cannot_ask_ray_ends_alone(killed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nodes() -> NoReturn:
+        raise ray.exceptions.RpcError("no answer from the head")
+
+    monkeypatch.setattr(service_actor.ray, "nodes", nodes)
+    with pytest.raises(Exited):
+        object.__new__(DriverActor)._end()
+    assert killed == []
+
+
+class FakePort:
+    """Of a port what its actor looks at. The owner is heard all the time, until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.owner_left, self.failure, self.heard, self.closed = False, None, True, 0
+        self.service = SimpleNamespace(hurry=lambda: None, drain=lambda seconds: 0)
+        self._seen_at = 0.0
+
+    @property
+    def owner_seen_at(self) -> float:
+        self._seen_at = time.monotonic() if self.heard else self._seen_at
+        return self._seen_at
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def fail(*_: object) -> NoReturn:
+    raise RuntimeError("the actor is dead")
+
+
+@pytest.fixture
+def driver(killed: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver that is up; its clean-up fails."""
+    have_nodes(monkeypatch, here=True)
+    monkeypatch.setattr(service_actor, "OWNER_SECONDS", 0.5)
+    monkeypatch.setattr(service_actor, "SILENCE_SECONDS", 0.1)
+    found = object.__new__(DriverActor)
+    found._settings = ServiceSettings("llm", owner_job="01")
+    found._port = FakePort()
+    found._llm = SimpleNamespace(failure=None, close=fail)
+    found._stopping, found._status = threading.Lock(), StartStatus()
+    monkeypatch.setattr(found, "_bring_up", lambda: found._status.now.update(state=READY))
+    return found
+
+
+def owner_is(monkeypatch: pytest.MonkeyPatch, dead: bool) -> None:
+    jobs = [{"JobID": "01", "IsDead": dead}, {"JobID": "02", "IsDead": not dead}]
+    monkeypatch.setattr(service_actor.ray_state, "jobs", lambda: jobs)
+
+
+def test_an_owner_that_has_ended_takes_the_service_along_whatever_goes_wrong_then(
+    driver: Any, killed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_is(monkeypatch, dead=True)
+    port, driver._port.heard = driver._port, False
+    driver._watch()
+    assert killed == ["me"]
+    assert port.closed == 1
+    assert driver._port is None
+
+
+def test_an_owner_that_is_stopped_is_waited_for(
+    driver: Any, killed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_is(monkeypatch, dead=False)
+    driver._port.heard = False
+    watch = threading.Thread(target=driver._watch)
+    watch.start()
+    time.sleep(2)
+    assert watch.is_alive()
+    assert killed == []
+    owner_is(monkeypatch, dead=True)
+    watch.join(10)
+    assert killed == ["me"]
+
+
+def test_a_driver_that_stood_still_does_not_take_that_for_its_owners_silence(
+    driver: Any, killed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_is(monkeypatch, dead=True)  # as long as it is not asked, that does not matter
+    monkeypatch.setattr(awake, "LONGEST_GAP", 0.3)
+    stops: list[float] = []
+
+    def sleep(seconds: float, sleep: Any = time.sleep) -> None:
+        if len(stops) == 2:
+            driver._port = None  # stopped, which ends the watch
+        driver._port and setattr(driver._port, "heard", False)
+        stops.append(seconds)
+        sleep(2.0 if len(stops) == 1 else seconds)
+        driver._port and setattr(driver._port, "heard", len(stops) != 1)
+
+    monkeypatch.setattr(service_actor.time, "sleep", sleep)
+    driver._watch()
+    assert len(stops) == 3
+    assert killed == []
+
+
+@pytest.mark.parametrize("failing", ["engine", "port"])
+def test_a_driver_that_has_failed_ends_for_ray_to_start_it_again(driver: Any, failing: str) -> None:
+    if failing == "engine":
+        driver._llm.failure = RuntimeError("out of ranks")
+    else:
+        driver._port.failure = RuntimeError("out of sockets")
+    with pytest.raises(Exited):
+        driver._watch()
+
+
+def test_a_start_that_fails_is_told_though_its_clean_up_fails(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(driver, "_wait_for_owner", lambda: ended.append(True))
+
+    def bring_up() -> NoReturn:
+        raise ValueError("a damaged file")
+
+    monkeypatch.setattr(driver, "_bring_up", bring_up)
+    driver._live()
+    assert driver._status.now["state"] == FAILED
+    assert driver._status.now["error"] == "a damaged file"
+    assert ended == [True]
+
+
+def test_a_watch_that_fails_starts_the_driver_again(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_watch", fail)
+    with pytest.raises(Exited):
+        driver._live()

@@ -43,3 +43,11 @@ def test_every_step_is_recorded_and_can_be_drawn(folder: Path, tmp_path: Path, m
 def test_a_trace_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write the step trace .*nowhere"):
         LLM(str(folder), executor="inline", trace_steps=str(tmp_path / "nowhere" / "steps.jsonl"))
+
+
+def test_a_trace_that_fills_the_disk_ends_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(folder), executor="inline", num_kv_blocks=32, trace_steps="/dev/full") as llm:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        assert len(llm.generate([1, 2], params).output_token_ids) == 60
+        assert llm.failure is None
+    assert "the step trace /dev/full is not complete: [Errno 28]" in caplog.text
