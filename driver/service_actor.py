@@ -19,14 +19,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from driver.cluster import join, running_clusters
 from driver.config import ConfigError
+from driver.owner import OWNER_SECONDS, OwnerProcess, OwnerWatch
 from driver.startup import FAILED, LOG_FORMAT, READY, StartStatus
-from driver.wire import SILENCE_SECONDS, ServiceUnavailable
+from driver.wire import ServiceUnavailable
 from parallel.channel import ChannelAddress
 
 logger = logging.getLogger("quadriga.service")
 
 NAMESPACE = "quadriga"
-OWNER_SECONDS = 10.0  # an owner unheard of for so long is gone, and the service ends
 LOOKUP_SECONDS = 5.0
 
 
@@ -35,11 +35,13 @@ class ServiceSettings:
     """What a service has beyond its engine's configuration.
 
     max_queued_requests, model_name: as in Service. owned: whether the service ends with the handle that owns it.
+    owner: the process of that handle, where it is known.
     """
 
     name: str
     max_queued_requests: int = 1024
     owned: bool = True
+    owner: OwnerProcess | None = None
     model_name: str | None = None
 
 
@@ -109,7 +111,7 @@ class DriverActor:
 
     def _watch(self) -> None:
         """Ends the process when the engine has failed, for Ray to start it again, and the service with its owner."""
-        began = time.monotonic()
+        owner = OwnerWatch(self._settings.owner, ray.get_runtime_context().get_node_id())
         while True:
             time.sleep(0.2)
             port = self._port
@@ -122,9 +124,7 @@ class DriverActor:
                 os._exit(1)
             if not self._settings.owned:
                 continue
-            silent = time.monotonic() - max(port.owner_seen_at, began)
-            patience = OWNER_SECONDS if port.owner_seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
-            if port.owner_left or silent > patience:
+            if port.owner_left or owner.is_gone(port.owner_seen_at):
                 logger.warning("the owner has left; the service ends")
                 port.service.hurry()  # it may have left amid a drain that it asked for
                 self.stop(0.0)
