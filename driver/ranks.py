@@ -18,16 +18,18 @@ from driver.cluster import Cluster, describe_nodes
 from driver.config import ConfigError
 from driver.errors import is_input_fault
 from driver.executor import OnShare, WorkerFailed
+from parallel.errors import CollectiveError, GroupError
 from workers.spec import WorkerPlace, WorkerReady, WorkerSpec
 
 logger = logging.getLogger("quadriga.ray")
 
 LOOPBACK = "127.0.0.1"
+CAUSE_SECONDS = 3.0  # in which a rank's loss shows after others have failed to reach it
 LEAVE_SECONDS = 3.0  # what a rank gets to end its step when another is lost; it then is as good as lost itself
 
 
 class RankDied(WorkerFailed):
-    """A rank's process ended while the ranks were being brought up."""
+    """A rank ended, fell silent or was not reached by another while the ranks were being brought up."""
 
 
 class Ranks:
@@ -73,7 +75,7 @@ class Ranks:
             actor.start.remote(store_host, store_port, host, hosts.count(host))
             for actor, host in zip(self.actors, hosts, strict=True)
         ]
-        ready = self._all(calls, None, "loading the model", lambda: on_share(self._loaded()))
+        ready = self._all(calls, None, "loading the model", self._follow_loading(on_share))
         # A rank that takes another's place must do with the blocks that there are; the others have no time to measure.
         self._specs = [dataclasses.replace(spec, num_kv_blocks=ready[0].num_blocks) for spec in self._specs]
         return ready
@@ -154,12 +156,22 @@ class Ranks:
                 logger.debug("rank %d has ended already", rank)
         ray.kill(self.actors[rank])
 
-    def _loaded(self) -> float:
-        """How much of the weights the slowest rank has loaded, in [0, 1]."""
-        try:
-            return min(ray.get([actor.loaded.remote() for actor in self.actors], timeout=1.0))
-        except RayError:
-            return 0.0  # whatever is wrong with a rank, its `start` tells
+    def _follow_loading(self, on_share: OnShare) -> Callable[[], None]:
+        """Asks the ranks how much they have loaded, and tells on_share. Raises RankDied for one that falls silent."""
+        heard = [time.monotonic()] * len(self)
+
+        def ask() -> None:
+            asked = [actor.loaded.remote() for actor in self.actors]
+            answered, _ = ray.wait(asked, num_returns=len(asked), timeout=1.0)
+            shares = [_share(answer) if answer in answered else None for answer in asked]
+            for rank, share in enumerate(shares):
+                if share is not None:
+                    heard[rank] = time.monotonic()
+                elif time.monotonic() > heard[rank] + self._timeout:
+                    raise RankDied(f"rank {rank} has not answered for {self._timeout:g} s while loading the model")
+            on_share(min(share or 0.0 for share in shares))
+
+        return ask
 
     def _all(
         self, refs: list[Any], deadline: float | None, what: str, meanwhile: Callable[[], None] | None = None
@@ -178,19 +190,54 @@ class Ranks:
             rank = refs.index(done[0]) if done else -1
             if not done:
                 raise WorkerFailed(f"{what} took longer than {self._timeout:g} s on rank {refs.index(waiting[0])}")
-            try:
-                ray.get(done[0])
-            except RayTaskError as error:
-                if is_input_fault(error.cause):
-                    raise error.cause from None
-                raise WorkerFailed(f"rank {rank} failed while {what}: {error.cause or error}") from error
-            except RayActorError as error:
-                raise RankDied(f"rank {rank} died while {what}: {first_lines(error)}") from error
+            failure = _failure(done[0], rank, what)
+            if failure is not None:
+                raise self._cause(failure, refs, waiting, what)
         return ray.get(refs)
+
+    def _cause(self, failure: Exception, refs: list[Any], waiting: list[Any], what: str) -> Exception:
+        """What may be behind a rank's failure to reach the others: the end of one of them shows a little later."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while waiting and _is_of_others(failure):
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            failure = _failure(done[0], refs.index(done[0]), what) or failure
+        return failure
 
 
 def first_lines(error: BaseException, count: int = 3) -> str:
     return " ".join(str(error).strip().splitlines()[:count])
+
+
+def _failure(answer: Any, rank: int, what: str) -> Exception | None:
+    """What a rank's call has failed with, to be raised."""
+    try:
+        ray.get(answer)
+    except RayTaskError as error:
+        if is_input_fault(error.cause):
+            return error.cause
+        kind = RankDied if isinstance(error.cause, CollectiveError) else WorkerFailed
+        failure = kind(f"rank {rank} failed while {what}: {error.cause or error}")
+        failure.__cause__ = error
+        return failure
+    except RayActorError as error:
+        failure = RankDied(f"rank {rank} died while {what}: {first_lines(error)}")
+        failure.__cause__ = error
+        return failure
+    return None
+
+
+def _is_of_others(failure: Exception) -> bool:
+    """Whether a rank failed with what it has to do with others, so that one of them may be the cause."""
+    return isinstance(failure.__cause__, RayTaskError) and isinstance(failure.__cause__.cause, GroupError)
+
+
+def _share(answer: Any) -> float | None:
+    try:
+        return ray.get(answer)
+    except RayError:
+        return 0.0  # whatever is wrong with the rank, its `start` tells
 
 
 def _is_true(answer: Any) -> bool:

@@ -11,16 +11,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from parallel.errors import CollectiveError, GroupError
 from parallel.shared_memory import SharedMemory, open_shared_memory
 from parallel.symmetric import SymmetricSums, TorchPeers, open_symmetric
-
-
-class GroupError(RuntimeError):
-    """The ranks could not be brought together, or a collective failed; the message names rank and operation."""
-
-
-class CollectiveError(GroupError):
-    """A collective failed because of another rank: it is gone, or did not come in time."""
 
 
 class TensorParallelGroup:

@@ -71,7 +71,7 @@ class WorkerActor:
 
         Ends the process when the driver is simply gone.
         """
-        from parallel.group import CollectiveError
+        from parallel.errors import CollectiveError
         from parallel.shared_memory import RankMissingError
 
         with self._busy:
