@@ -5,32 +5,31 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from driver.wire import SILENCE_SECONDS
 
-OWNER_SECONDS = 10.0  # an owner unheard of for so long is gone, unless its process can be seen
+OWNER_SECONDS = 10.0  # an owner of this machine that says nothing for so long is gone, unless its process is seen
+DISTANT_SECONDS = 60.0  # the same of one whose process cannot be seen from here: the network may be what is gone
 _LATE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerProcess:
-    """The process that owns a service: its Ray node, pid, and when it was created, so that no other is taken for it."""
+    """The process that owns a service. machine: from where its pid means something; created: no other has both."""
 
-    node_id: str
+    machine: str
     pid: int
     created: float
 
     @classmethod
-    def this(cls, node_id: str) -> OwnerProcess:
-        """The calling process, connected to the Ray node `node_id`."""
-        return cls(node_id, os.getpid(), psutil.Process().create_time())
+    def this(cls) -> OwnerProcess:
+        return cls(this_machine(), os.getpid(), psutil.Process().create_time())
 
-    def is_seen_from(self, node_id: str) -> bool:
-        """Whether it lives, as far as can be told from a node: only its own node sees it."""
-        if node_id != self.node_id:
-            return False
+    def lives(self) -> bool:
+        """For callers on its machine."""
         try:
             process = psutil.Process(self.pid)
             return process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
@@ -44,9 +43,10 @@ class OwnerWatch:
     A process that is stopped, or swapped out, says nothing, and is no reason to end what it will go on to use.
     """
 
-    def __init__(self, owner: OwnerProcess | None, node_id: str) -> None:
-        """node_id: the Ray node of the calling process."""
-        self._owner, self._node_id = owner, node_id
+    def __init__(self, owner: OwnerProcess | None) -> None:
+        """owner: None for one of whom nothing is known."""
+        self._owner = owner if owner is not None and owner.machine == this_machine() else None
+        self._patience = DISTANT_SECONDS if self._owner is None else OWNER_SECONDS
         self._began = self._looked_at = time.monotonic()
 
     def is_gone(self, seen_at: float) -> bool:
@@ -55,7 +55,12 @@ class OwnerWatch:
         if now - self._looked_at > _LATE_SECONDS:
             self._began = now  # it was this process that was stopped; messages may wait to be read
         self._looked_at = now
-        patience = OWNER_SECONDS if seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
+        patience = self._patience if seen_at else self._patience + 2 * SILENCE_SECONDS
         if now - max(seen_at, self._began) <= patience:
             return False
-        return self._owner is None or not self._owner.is_seen_from(self._node_id)
+        return self._owner is None or not self._owner.lives()
+
+
+def this_machine() -> str:
+    """What all processes have in common that see each other's pids: the running kernel and the namespace of pids."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -111,7 +111,7 @@ class DriverActor:
 
     def _watch(self) -> None:
         """Ends the process when the engine has failed, for Ray to start it again, and the service with its owner."""
-        owner = OwnerWatch(self._settings.owner, ray.get_runtime_context().get_node_id())
+        owner = OwnerWatch(self._settings.owner)
         while True:
             time.sleep(0.2)
             port = self._port

@@ -34,12 +34,13 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
-import ray
 from chaos_faults import KINDS, OF_TWO_NODES, Chaos
 from chaos_load import Load, make_asks
 from chaos_service import Service, until
@@ -50,6 +51,8 @@ from quadriga import Client
 
 def look_for_leaks(service: Service, client: Client, folder: str, shared: set[str]) -> list[str]:
     """Ends the service, and says what of it is left."""
+    import ray  # which reads the service's token from the environment as soon as it is imported
+
     leaks = []
     for _ in until(20):
         stats = client.stats()
@@ -64,7 +67,9 @@ def look_for_leaks(service: Service, client: Client, folder: str, shared: set[st
     left = shared_memory() - shared
     leaks += sorted(left - _mapped_by_others() if left else left)
     return leaks + [
-        str(path) for path in Path(folder).iterdir() if path.name != "serve.log" and "hang" not in path.name
+        str(path)
+        for path in Path(folder).iterdir()
+        if path.name not in ("serve.log", "ray") and "hang" not in path.name
     ]
 
 
@@ -92,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, choices=(1, 2), help="machines; not given: 2 from TP 2 on")
     parser.add_argument("--kinds", metavar="KIND,..", help="faults of these kinds only")
     parser.add_argument("--plot", metavar="FILE", help="draw the run here")
-    parser.add_argument("--keep-log", metavar="FILE", help="copy what the service has logged to this file")
+    parser.add_argument("--keep-logs", metavar="FOLDER", help="copy what the service has logged there")
     args = parser.parse_args()
     args.nodes = args.nodes or min(args.tp, 2)
     if args.nodes > args.tp:
@@ -106,6 +111,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the service ends with this program
     rng, tally, shared = random.Random(args.seed), Tally(), shared_memory()
     with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as folder:
         service = Service(args, folder)
@@ -118,7 +124,7 @@ def main() -> int:
                 began = time.monotonic()
                 load.start()
                 chaos = Chaos(service, client, load, tally, rng, args.kinds)
-                while time.monotonic() < began + 60 * args.minutes:
+                while time.monotonic() < began + 60 * args.minutes and service.process.poll() is None:
                     time.sleep(rng.uniform(1, 4))
                     when = time.monotonic()
                     kind = chaos.commit_one()
@@ -127,14 +133,17 @@ def main() -> int:
                 ended = time.monotonic()
                 load.stop()
                 tally.rss_mib.append(service.rss_mib())
-                tally.leaks += look_for_leaks(service, client, folder, shared)
+                if service.process.poll() is None:
+                    tally.leaks += look_for_leaks(service, client, folder, shared)
+                else:
+                    tally.differences.append(f"the service has ended:\n{service.log()[-2000:]}")
         finally:
+            if args.keep_logs:
+                service.copy_logs(Path(args.keep_logs))
             service.kill()
-            if args.keep_log:
-                Path(args.keep_log).write_text(service.log())
     if args.plot:
         draw(tally, began, ended, args.plot)
-    for trouble in (*tally.differences, *tally.leaks):
+    for trouble in (*tally.differences[:20], *tally.leaks):
         print(trouble[:2000])
     return report(tally, ended)
 

@@ -18,7 +18,7 @@ import psutil
 from chaos_load import TRIGGERS
 
 START_SECONDS, END_SECONDS = 180.0, 90.0
-HEAD, OTHER = "127.0.0.1", "127.0.0.2"
+HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray replaces 127.0.0.1 by an address that others can reach
 OBJECT_STORE_BYTES = 80 << 20
 
 
@@ -33,6 +33,7 @@ class Service:
         self.name = f"chaos-{os.getpid()}"
         self._args, self._folder = args, folder
         self._environment = {**os.environ, "TMPDIR": folder, "QUADRIGA_FAULT": _faults(args.tp)}
+        self._marks = [f"{folder}/"]  # one of them is in the command lines of its processes
         self._log_path = Path(folder, "serve.log")
         self.process: psutil.Popen | None = None
         self.url = ""
@@ -43,9 +44,11 @@ class Service:
             os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
             for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
                 self._environment[name] = os.environ[name]
-            self._environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray leaves the loopback address
-            self._start_node("head", HEAD, args.tp - 1, "--head", "--port=0", f"--temp-dir={folder}/ray")
+            self._start_node(
+                "head", HEAD, args.tp - 1, "--head", "--port=0", f"--temp-dir={folder}/ray", "--include-dashboard=false"
+            )
             address = self.ray_address()
+            self._marks.append(f"--address={address}")
             self.start_other_node()
         command = [sys.executable, "-m", "quadriga", "serve", "--model", args.model, "--tp", str(args.tp)]
         command += ["--executor", "ray", "--ray-address", address, "--name", self.name, "--port", "0"]
@@ -59,7 +62,7 @@ class Service:
         self._start_node("other", OTHER, 1, f"--address={self.ray_address()}")
 
     def log(self) -> str:
-        return self._log_path.read_text()
+        return self._log_path.read_text() if self._log_path.exists() else ""
 
     def ray_address(self) -> str:
         """Of its own Ray; there may be others on this machine."""
@@ -70,7 +73,7 @@ class Service:
         """Its own, those of its Ray and all that descend from them, by a part of their title."""
         found: dict[int, psutil.Process] = {}
         for process in psutil.process_iter():
-            if f"{self._folder}/" in _title(process):
+            if any(mark in _title(process) for mark in self._marks):
                 for one in (process, *_descendants(process)):
                     found[one.pid] = one
         if self.process is not None:
@@ -98,6 +101,13 @@ class Service:
         _, alive = psutil.wait_procs(self._end_ray(), timeout=15)
         return leaks + [f"process {process.pid} lives: {_title(process)}" for process in alive]
 
+    def copy_logs(self, to: Path) -> None:
+        """Its own and, of its Ray, those of actors."""
+        to.mkdir(parents=True, exist_ok=True)
+        for path in [self._log_path, *Path(self._folder).rglob("worker-*")]:
+            if path.is_file() and path.stat().st_size:
+                shutil.copy(path, to / path.name)
+
     def kill(self) -> None:
         """Ends all of it at once, however far it has come."""
         for process in self.processes():
@@ -108,7 +118,7 @@ class Service:
     def _start_node(self, name: str, ip: str, num_cpus: int, *options: str) -> None:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-name={name}", *options]
         command += [f"--node-ip-address={ip}", f"--num-cpus={num_cpus}", "--disable-usage-stats"]
-        command += ["--include-dashboard=false", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=START_SECONDS)
         if done.returncode:
             raise SystemExit(f"a Ray node did not start:\n{done.stdout}{done.stderr}")
@@ -126,13 +136,12 @@ class Service:
         """Tells a Ray that this program has started to end. Returns its processes, or what is left of serve's own."""
         left = self.processes()
         if self._args.nodes > 1:
-            for title in ("raylet/raylet", "log_monitor", "gcs_server"):
+            for title in ("raylet/raylet", "client.server", "log_monitor", "gcs_server"):
                 for process in self.processes(title):
                     send(process, signal.SIGTERM)
                 time.sleep(1)
             psutil.wait_procs(left, timeout=10)
             self.kill()
-            shutil.rmtree(f"{self._folder}/ray", ignore_errors=True)
         return left
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from driver import owner
-from driver.owner import OWNER_SECONDS, OwnerProcess, OwnerWatch
+from driver.owner import DISTANT_SECONDS, OWNER_SECONDS, OwnerProcess, OwnerWatch, this_machine
 
 
 class Clock:
@@ -39,8 +39,8 @@ def process() -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-def identity(process: subprocess.Popen, node_id: str = "here") -> OwnerProcess:
-    return OwnerProcess(node_id, process.pid, owner.psutil.Process(process.pid).create_time())
+def identity(process: subprocess.Popen, machine: str | None = None) -> OwnerProcess:
+    return OwnerProcess(machine or this_machine(), process.pid, owner.psutil.Process(process.pid).create_time())
 
 
 def gone_after(watch: OwnerWatch, clock: Clock, seconds: float, seen_at: float | None) -> bool:
@@ -54,26 +54,26 @@ def gone_after(watch: OwnerWatch, clock: Clock, seconds: float, seen_at: float |
 
 
 def test_an_owner_that_speaks_is_there(clock: Clock) -> None:
-    assert not gone_after(OwnerWatch(None, "here"), clock, 100, None)
+    assert not gone_after(OwnerWatch(None), clock, 100, None)
 
 
 def test_a_silent_owner_that_cannot_be_seen_is_gone(clock: Clock, process: subprocess.Popen) -> None:
     for known in (None, identity(process, "there")):
         began = clock.now
-        watch = OwnerWatch(known, "here")
-        assert not gone_after(watch, clock, OWNER_SECONDS - 0.5, began)
+        watch = OwnerWatch(known)
+        assert not gone_after(watch, clock, DISTANT_SECONDS - 0.5, began)
         assert gone_after(watch, clock, 1, began)
 
 
 def test_an_owner_that_never_spoke_gets_time_to_connect(clock: Clock) -> None:
-    watch = OwnerWatch(None, "here")
-    assert not gone_after(watch, clock, OWNER_SECONDS + 5, 0.0)
+    watch = OwnerWatch(None)
+    assert not gone_after(watch, clock, DISTANT_SECONDS + 5, 0.0)
     assert gone_after(watch, clock, 10, 0.0)
 
 
 def test_a_stopped_process_is_there_and_a_dead_one_is_gone(clock: Clock, process: subprocess.Popen) -> None:
     process.send_signal(signal.SIGSTOP)
-    watch = OwnerWatch(identity(process), "here")
+    watch = OwnerWatch(identity(process))
     assert not gone_after(watch, clock, 60, 1000.0)
     process.kill()
     process.wait()
@@ -82,19 +82,19 @@ def test_a_stopped_process_is_there_and_a_dead_one_is_gone(clock: Clock, process
 
 def test_a_zombie_and_another_process_of_that_number_are_no_owners(process: subprocess.Popen) -> None:
     known = identity(process)
-    assert known.is_seen_from("here")
-    assert not dataclasses.replace(known, created=known.created - 1).is_seen_from("here")
+    assert known.lives()
+    assert not dataclasses.replace(known, created=known.created - 1).lives()
     process.kill()
     while owner.psutil.Process(process.pid).status() != owner.psutil.STATUS_ZOMBIE:
         pass
-    assert not known.is_seen_from("here")
+    assert not known.lives()
 
 
 def test_who_was_stopped_itself_first_reads_what_came_meanwhile(clock: Clock) -> None:
-    watch = OwnerWatch(None, "here")
+    watch = OwnerWatch(None)
     assert not gone_after(watch, clock, 5, None)
     last = clock.now
     clock.now += 30
     assert not watch.is_gone(last)
-    assert not gone_after(watch, clock, OWNER_SECONDS - 0.5, last)
+    assert not gone_after(watch, clock, DISTANT_SECONDS - 0.5, last)
     assert gone_after(watch, clock, 1, last)
