@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,4 +64,7 @@ class OwnerWatch:
 
 def this_machine() -> str:
     """What all processes have in common that see each other's pids: the running kernel and the namespace of pids."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux, which has no such namespaces
+        return f"{socket.gethostname()} {psutil.boot_time():.0f}"

@@ -80,6 +80,15 @@ def test_a_stopped_process_is_there_and_a_dead_one_is_gone(clock: Clock, process
     assert gone_after(watch, clock, 1, 1000.0)
 
 
+def test_an_owner_of_this_machine_that_died_is_not_waited_for_long(clock: Clock, process: subprocess.Popen) -> None:
+    known, last = identity(process), clock.now
+    process.kill()
+    process.wait()
+    watch = OwnerWatch(known)
+    assert not gone_after(watch, clock, OWNER_SECONDS - 0.5, last)
+    assert gone_after(watch, clock, 1, last)
+
+
 def test_a_zombie_and_another_process_of_that_number_are_no_owners(process: subprocess.Popen) -> None:
     known = identity(process)
     assert known.lives()
