@@ -6,7 +6,7 @@ from quadriga import LLM, Client, SamplingParams
 from driver.handle import Client
 from driver.llm import LLM
 from driver.results import Completion, Increment, Stream, TokenLogprobs
-from driver.wire import Overloaded, ServiceUnavailable
+from driver.wire import Overloaded, RequestFailed, ServiceUnavailable
 from scheduler.params import InvalidRequest, SamplingParams
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Increment",
     "InvalidRequest",
     "Overloaded",
+    "RequestFailed",
     "SamplingParams",
     "ServiceUnavailable",
     "Stream",

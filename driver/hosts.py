@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -74,13 +75,15 @@ class ActorHost:
     def __init__(self, options: dict[str, Any], settings: Any, replace: bool, drain_seconds: float) -> None:
         """settings: ServiceSettings. replace, drain_seconds: as in start_service, and its errors."""
         from driver.cluster import Cluster
+        from driver.owner import OwnerProcess
         from driver.service_actor import start_service
 
-        self._settings = settings
         self._cluster = Cluster(options.get("ray_address", "auto"), options["tensor_parallel_size"])
         try:
             if self._cluster.private and not settings.owned:
                 raise ServiceUnavailable("there is no running Ray cluster to leave a service on; start one: ray start")
+            owner = OwnerProcess.this() if settings.owned else None
+            self._settings = settings = dataclasses.replace(settings, owner=owner)
             # The actor is on the cluster already, whichever way this process got there.
             self._actor = start_service({**options, "ray_address": "auto"}, settings, replace, drain_seconds)
         except BaseException:

@@ -21,6 +21,7 @@ from driver.cluster import Cluster, describe_nodes
 from driver.config import ConfigError
 from driver.errors import end_anyway, is_input_fault
 from driver.executor import OnShare, WorkerFailed
+from parallel.errors import CollectiveError, GroupError
 from workers.spec import WorkerPlace, WorkerReady, WorkerSpec
 
 logger = logging.getLogger("quadriga.ray")
@@ -28,12 +29,12 @@ logger = logging.getLogger("quadriga.ray")
 LOOPBACK = "127.0.0.1"
 LEAVE_SECONDS = 3.0  # what a rank gets to end its step when another is lost; it then is as good as lost itself
 SILENT_SECONDS = 20.0  # after a loss: what a rank that joins again or loads may leave calls beside that unanswered
-BLAME_SECONDS = 1.0  # what is waited for the rank that the first one to fail complains of
+BLAME_SECONDS = 2.0  # what is waited for the rank that the first one to fail complains of
 TICK_SECONDS, ANSWER_SECONDS = 0.3, 0.5
 
 
 class RankDied(WorkerFailed):
-    """A rank's process ended, or fell silent, while the ranks were being brought up."""
+    """A rank ended, fell silent or was not reached by another while the ranks were being brought up."""
 
 
 class Ranks:
@@ -225,7 +226,8 @@ def _failure(refs: list[Any], done: Any, what: str) -> Exception | None:
     except RayTaskError as error:
         if is_input_fault(error.cause):
             return error.cause
-        failure: Exception = WorkerFailed(f"rank {rank} failed while {what}: {error.cause or error}")
+        kind = RankDied if isinstance(error.cause, CollectiveError) else WorkerFailed
+        failure: Exception = kind(f"rank {rank} failed while {what}: {error.cause or error}")
         failure.__cause__ = error
     except RayError as error:
         failure = RankDied(f"rank {rank} died while {what}: {first_lines(error)}")
@@ -234,12 +236,19 @@ def _failure(refs: list[Any], done: Any, what: str) -> Exception | None:
 
 
 def _first_cause(failure: Exception, refs: list[Any], waiting: list[Any], what: str) -> Exception:
-    """A rank that died, where there is one: the failure is that another missed it."""
-    if not waiting or not isinstance(failure, WorkerFailed) or isinstance(failure, RankDied):
-        return failure
-    ended, _ = ray.wait(waiting, num_returns=len(waiting), timeout=BLAME_SECONDS)
-    others = [_failure(refs, ref, what) for ref in ended]
-    return next((other for other in others if isinstance(other, RankDied)), failure)
+    """What may be behind a rank's failure to reach the others: the end of one of them shows a little later."""
+    deadline = time.monotonic() + BLAME_SECONDS
+    while waiting and _is_of_others(failure):
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            break
+        failure = _failure(refs, done[0], what) or failure
+    return failure
+
+
+def _is_of_others(failure: Exception) -> bool:
+    """Whether a rank failed with what it has to do with others, so that one of them may be the cause."""
+    return isinstance(failure.__cause__, RayTaskError) and isinstance(failure.__cause__.cause, GroupError)
 
 
 def first_lines(error: BaseException, count: int = 3) -> str:

@@ -6,7 +6,6 @@ they had not got to the end. An actor that has failed beyond that (its model can
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -16,21 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private import state as ray_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from driver.awake import AwakeClock
 from driver.cluster import join, running_clusters
 from driver.config import ConfigError
 from driver.errors import end_anyway
+from driver.owner import OWNER_SECONDS, OwnerProcess, OwnerWatch
 from driver.startup import FAILED, LOG_FORMAT, READY, StartStatus
-from driver.wire import SILENCE_SECONDS, ServiceUnavailable
+from driver.wire import ServiceUnavailable
 from parallel.channel import ChannelAddress
 
 logger = logging.getLogger("quadriga.service")
 
 NAMESPACE = "quadriga"
-OWNER_SECONDS = 10.0  # an owner unheard of for so long may be gone: Ray is asked, and if so the service ends
 LOOKUP_SECONDS = 5.0
 
 
@@ -39,14 +36,14 @@ class ServiceSettings:
     """What a service has beyond its engine's configuration.
 
     max_queued_requests, model_name: as in Service. owned: whether the service ends with the handle that owns it.
-    owner_job: Ray's id of that one's process, set by start_service.
+    owner: the process of that handle, where it is known.
     """
 
     name: str
     max_queued_requests: int = 1024
     owned: bool = True
     model_name: str | None = None
-    owner_job: str = ""
+    owner: OwnerProcess | None = None
 
 
 class DriverActor:
@@ -119,11 +116,10 @@ class DriverActor:
 
     def _watch(self) -> None:
         """Ends the process when the engine has failed, for Ray to start it again, and the service with its owner."""
-        clock = AwakeClock()  # stopped for a while, it must not take that for the owner's silence
-        seen_at, heard_at = 0.0, clock.now()
+        owner = OwnerWatch(self._settings.owner)
         while True:
             time.sleep(0.2)
-            port, now = self._port, clock.now()
+            port = self._port
             if port is None:
                 return  # stopped
             failure = self._llm.failure or port.failure
@@ -133,19 +129,12 @@ class DriverActor:
                 os._exit(1)
             if not self._settings.owned:
                 continue
-            if port.owner_seen_at != seen_at:
-                seen_at, heard_at = port.owner_seen_at, now
-            patience = OWNER_SECONDS if seen_at else OWNER_SECONDS + 2 * SILENCE_SECONDS
-            silent = now - heard_at > patience
-            if port.owner_left or (silent and _is_gone(self._settings.owner_job)):
+            if port.owner_left or owner.is_gone(port.owner_seen_at):
                 logger.warning("the owner has left; the service ends")
                 port.service.hurry()  # it may have left amid a drain that it asked for
                 self.stop(0.0)
                 self._end()
                 return
-            if silent:
-                logger.warning("the owner is silent, but its process lives; the service waits for it")
-                heard_at = now
 
     def _wait_for_owner(self) -> None:
         """Gives whoever started the service time to read why it failed."""
@@ -226,15 +215,6 @@ def find_actor(name: str) -> Any:
         ) from error
 
 
-def _is_gone(job: str) -> bool:
-    """Whether a process that was connected to Ray has ended. One that is stopped has not, and may go on."""
-    try:
-        return all(entry["IsDead"] for entry in ray_state.jobs() if entry["JobID"] == job)
-    except ray.exceptions.RayError as error:
-        logger.warning("Ray cannot be asked for the owner: %s", error)
-        return False
-
-
 def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace: bool, drain_seconds: float) -> Any:
     """Makes the driver actor. Raises ConfigError when the name is taken and not to be replaced.
 
@@ -252,7 +232,6 @@ def start_service(options: Mapping[str, Any], settings: ServiceSettings, replace
         logger.warning("service %r is drained and replaced", settings.name)
         aborted = end_service(old, drain_seconds)
         logger.warning("the old service has ended; %d of its requests were aborted", aborted)
-    settings = dataclasses.replace(settings, owner_job=ray.get_runtime_context().get_job_id())
     return (
         ray.remote(DriverActor)
         .options(

@@ -11,16 +11,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from parallel.errors import CollectiveError, GroupError
 from parallel.shared_memory import SharedMemory, open_shared_memory
 from parallel.symmetric import SymmetricSums, TorchPeers, open_symmetric
-
-
-class GroupError(RuntimeError):
-    """The ranks could not be brought together, or a collective failed; the message names rank and operation."""
-
-
-class CollectiveError(GroupError):
-    """A collective failed because of another rank: it is gone, or did not come in time."""
 
 
 class TensorParallelGroup:
@@ -242,8 +235,11 @@ def nccl_advice(interface: str) -> str:
 
 
 def interface_of(ip: str) -> str:
-    """The network interface that has this address. Raises GroupError, listing what there is, when none has."""
-    found = []
+    """The network interface that has this address. Raises GroupError, listing what there is, when none has.
+
+    Every address of 127.0.0.0/8 is the loopback interface's: several nodes on one machine may have one each.
+    """
+    ip, found = "127.0.0.1" if ip.startswith("127.") else ip, []
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family in (socket.AF_INET, socket.AF_INET6):

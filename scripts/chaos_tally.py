@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Tally:
-    """What was seen. arrivals: when tokens came, `time.monotonic()`; faults: (when, kind)."""
+    """What was seen. arrivals: when tokens came, `time.monotonic()`; faults: (when, kind).
+
+    refused: requests, in a crowd. rss_mib: resident memory by role, before and after.
+    """
 
     arrivals: list[float] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     compared: int = 0
     requests: int = 0
+    refused: int = 0
+    rss_mib: list[dict[str, int]] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
 
@@ -36,16 +41,22 @@ def draw(tally: Tally, began: float, ended: float, path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 3))
-    axes.hist([at - began for at in tally.arrivals if at >= began], bins=max(10, int(ended - began)), color="#2b6cb0")
-    colors = {"driver": "#c0392b", "client": "#27ae60", "pause": "#f1c40f", "stop": "#8e44ad"}
-    for when, kind in tally.faults:
-        axes.axvline(when - began, color=colors.get(kind, "#e67e22"), linewidth=1)
-    for kind in sorted({kind for _, kind in tally.faults}):
-        axes.plot([], [], color=colors.get(kind, "#e67e22"), label=kind)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("tokens/s")
-    axes.legend(fontsize=7, loc="upper right")
+    kinds = sorted({kind for _, kind in tally.faults})
+    colors = dict(zip(kinds, map(plt.get_cmap("tab20"), range(len(kinds))), strict=True))
+    seconds = ended - began
+    unit, size = ("seconds", 1.0) if seconds < 600 else ("minutes", 60.0)
+    bins = max(10, int(min(seconds, 360)))
+    at = [(when - began) / size for when in tally.arrivals if when >= began]
+    figure, (load, pauses) = plt.subplots(2, 1, figsize=(9, 5), sharex=True)
+    load.hist(at, bins=bins, weights=[bins / seconds] * len(at), color="#2b6cb0")
+    load.set_ylabel("tokens/s")
+    for (when, kind), pause in zip(tally.faults, tally.pauses(ended), strict=True):
+        pauses.plot([(when - began) / size] * 2, [0, pause], color=colors[kind], linewidth=1.5)
+    for kind in kinds:
+        pauses.plot([], [], color=colors[kind], label=kind)
+    pauses.set_ylabel("longest pause\nafter a fault, s")
+    pauses.set_xlabel(unit)
+    pauses.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -59,10 +70,12 @@ def report(tally: Tally, ended: float) -> int:
     summary = {
         "faults": len(tally.faults),
         "requests": tally.requests,
+        "refused": tally.refused,
         "pause_s_p50": round(statistics.median(pauses), 2),
         "pause_s_p99": round(pauses[int(0.99 * (len(pauses) - 1))], 2),
         "pause_s_max": round(pauses[-1], 2),
         "pause_s_p50_by_kind": {kind: round(statistics.median(by_kind[kind]), 2) for kind in sorted(by_kind)},
+        "rss_mib": tally.rss_mib,
         "tokens_compared": tally.compared,
         "differences": len(tally.differences),
         "leaks": len(tally.leaks),

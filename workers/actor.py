@@ -49,7 +49,8 @@ class WorkerActor:
 
     def start(self, store_host: str | None, store_port: int, node_ip: str, ranks_here: int) -> WorkerReady:
         """Joins the other ranks, where there are any, and loads the shard, unless an earlier epoch has; see Worker."""
-        from parallel.group import GroupError, join_store
+        from parallel.errors import GroupError
+        from parallel.group import join_store
         from workers.worker import Worker
 
         with self._busy:
@@ -77,7 +78,7 @@ class WorkerActor:
 
         Ends the process when the driver is simply gone.
         """
-        from parallel.group import CollectiveError
+        from parallel.errors import CollectiveError
         from parallel.shared_memory import RankMissingError
 
         with self._busy:

@@ -16,6 +16,7 @@ from driver.config import ConfigError
 from driver.executor import WorkerFailed
 from driver.ranks import RankDied, Ranks
 from driver.ray_executor import RayExecutor
+from parallel.errors import GroupError
 
 
 class Ref:
@@ -69,7 +70,7 @@ def group() -> Ranks:
     return found
 
 
-MISSED = WorkerFailed("connection closed by peer")
+MISSED = GroupError("connection closed by peer")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import pytest
 import ray
 
-from driver import awake, service_actor
+from driver import awake, owner, service_actor
+from driver.owner import OwnerProcess
 from driver.service_actor import DriverActor, ServiceSettings
 from driver.startup import FAILED, READY, StartStatus
 from tests.exits import Exited, exit_process
@@ -82,10 +83,10 @@ def fail(*_: object) -> NoReturn:
 def driver(killed: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A driver that is up; its clean-up fails."""
     have_nodes(monkeypatch, here=True)
-    monkeypatch.setattr(service_actor, "OWNER_SECONDS", 0.5)
-    monkeypatch.setattr(service_actor, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(owner, "OWNER_SECONDS", 0.5)
+    monkeypatch.setattr(owner, "SILENCE_SECONDS", 0.1)
     found = object.__new__(DriverActor)
-    found._settings = ServiceSettings("llm", owner_job="01")
+    found._settings = ServiceSettings("llm", owner=OwnerProcess.this())
     found._port = FakePort()
     found._llm = SimpleNamespace(failure=None, close=fail)
     found._stopping, found._status = threading.Lock(), StartStatus()
@@ -94,8 +95,7 @@ def driver(killed: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def owner_is(monkeypatch: pytest.MonkeyPatch, dead: bool) -> None:
-    jobs = [{"JobID": "01", "IsDead": dead}, {"JobID": "02", "IsDead": not dead}]
-    monkeypatch.setattr(service_actor.ray_state, "jobs", lambda: jobs)
+    monkeypatch.setattr(OwnerProcess, "lives", lambda _: not dead)
 
 
 def test_an_owner_that_has_ended_takes_the_service_along_whatever_goes_wrong_then(

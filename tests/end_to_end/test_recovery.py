@@ -94,6 +94,15 @@ def test_every_request_goes_on_with_its_next_token(
         assert re.search(r"==== driver\s+Thread|==== driver\s+Current thread", report)
 
 
+@pytest.mark.parametrize("faults", ["1:load:stop", "1:9:kill,1:reload:stop"])
+def test_a_rank_that_hangs_while_it_loads_is_made_anew(
+    folder: Path, ray_cluster: Cluster, undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch, faults: str
+) -> None:
+    monkeypatch.setenv("QUADRIGA_FAULT", faults)
+    with open_llm(folder, tensor_parallel_size=2, max_num_batched_tokens=16, start_timeout_seconds=6.0) as llm:
+        assert outputs(llm) == undisturbed
+
+
 def test_ranks_that_survive_keep_their_processes(
     folder: Path, ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def test_one_rank_needs_no_transport() -> None:
 
 
 def test_the_loopback_address_is_on_lo() -> None:
-    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("127.0.0.1") == interface_of("127.0.0.3") == "lo"
 
 
 def test_every_address_of_this_machine_has_its_interface() -> None:
