@@ -17,11 +17,12 @@ import zmq.utils.monitor
 
 from parallel.wake import WakePipe
 
+# Heartbeats give the kernels something to acknowledge, and nobody waits for the answers: a process that is merely
+# stopped or busy is not taken for gone, for one that ends closes its connections, and one that hangs is the watchdog's.
 HEARTBEAT_MS = 500
-HEARTBEAT_TIMEOUT_MS = 8000
-# How long a machine may leave a heartbeat unacknowledged. That is between the kernels: a process that is merely
-# stopped or busy is not taken for gone. With the heartbeats' interval, one that vanishes is noticed within 2 s.
-VANISHED_MS = 1200
+# How long the other machine's kernel may leave them unacknowledged. The driver notices a machine that vanishes within
+# 2 s and ends the epoch; a rank, which ends itself and its weights then, gives the network more time to come back.
+VANISHED_MS, DRIVER_VANISHED_MS = 1200, 8000
 CONNECT_SECONDS = 10.0  # the driver listens before it gives its address away
 _DOUBT_SECONDS, _DOUBT_TICK_MS = 1.0, 50
 _MAX_RESULT_BYTES = 64 << 20
@@ -79,6 +80,13 @@ def connect(socket: zmq.Socket, address: ChannelAddress) -> None:
     socket.connect(address.url)
 
 
+def _beat(socket: zmq.Socket, vanished_ms: int) -> None:
+    """Heartbeats on a socket that has no connection yet; the limit is of TCP alone."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)  # none
+    socket.setsockopt(zmq.TCP_MAXRT, vanished_ms)
+
+
 class DriverChannel:
     """The driver's end. `publish` and `receive` belong to one thread; `wake` may be called from any."""
 
@@ -92,14 +100,12 @@ class DriverChannel:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RESULT_BYTES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        _beat(self._socket, VANISHED_MS)
         self._monitor: zmq.Socket | None = None
         self._doubt_until = 0.0  # `time.monotonic()`; somebody has hung up, and it may have been a rank
         self._waker = WakePipe()
         self._poller = zmq.Poller()
         if host is not None:
-            self._socket.setsockopt(zmq.TCP_MAXRT, VANISHED_MS)
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._poller.register(self._monitor, zmq.POLLIN)
         self.address = bind(self._socket, host)
@@ -190,8 +196,7 @@ class WorkerChannel:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        _beat(self._socket, DRIVER_VANISHED_MS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self._connect_deadline: float | None = time.monotonic() + CONNECT_SECONDS
         self._lost = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel import channel
 from parallel.channel import ChannelAddress, ChannelClosed, DriverChannel, WorkerChannel
 
 ROOT = Path(__file__).parents[2]
@@ -222,6 +224,9 @@ print(address.url, address.token.hex(), (address.server_key or b"").hex(), flush
 while channel.missing_rank is not None:
     channel.receive(1)
 channel.publish(b"hello")
+while channel.receive(60) is None:
+    pass
+channel.publish(b"again")
 channel.receive(60)
 """
 
@@ -245,6 +250,32 @@ def test_a_killed_driver_is_noticed_within_ten_seconds(host: str | None, connect
         process.stdout.close()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever judges by heartbeats judges soon."""
+    monkeypatch.setattr(channel, "HEARTBEAT_MS", 50)
+    monkeypatch.setattr(channel, "HEARTBEAT_TIMEOUT_MS", 200, raising=False)
+
+
+def test_a_driver_that_is_stopped_for_a_while_keeps_its_ranks(
+    impatient: None, host: str | None, connect: Connections
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, host or ""], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url, token, key = process.stdout.readline().rstrip("\n").split(" ")
+        worker = connect(ChannelAddress(url, bytes.fromhex(token), bytes.fromhex(key) or None), 0)
+        assert worker.receive(WAIT) == b"hello"
+        process.send_signal(signal.SIGSTOP)
+        assert worker.receive(1.5) is None
+        worker.send(b"result", b"")
+        process.send_signal(signal.SIGCONT)
+        assert worker.receive(WAIT) == b"again"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
 def test_a_worker_whose_driver_is_gone_already_does_not_wait_for_ever(
     host: str | None, connect: Connections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,9 +291,27 @@ WORKER = """
 import sys
 from parallel.channel import ChannelAddress, WorkerChannel
 url, token, key = sys.argv[1:]
-channel = WorkerChannel(ChannelAddress(url, bytes.fromhex(token), bytes.fromhex(key)), 0)
-channel.receive(60)
+channel = WorkerChannel(ChannelAddress(url, bytes.fromhex(token), bytes.fromhex(key) or None), 0)
+print(channel.receive(60).decode())
 """
+
+
+def test_a_rank_that_is_stopped_for_a_while_stays_connected(impatient: None, host: str | None) -> None:
+    driver = DriverChannel(1, host)
+    address = driver.address
+    words = [address.url, address.token.hex(), (address.server_key or b"").hex()]
+    process = subprocess.Popen([sys.executable, "-c", WORKER, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        gather_ranks(driver)
+        process.send_signal(signal.SIGSTOP)
+        listen(driver, time.monotonic() + 1.5)
+        driver.publish(b"hello")
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=WAIT)[0] == "hello\n"
+    finally:
+        process.kill()
+        process.wait()
+        driver.close()
 
 
 def listen(driver: DriverChannel, until: float) -> None:
