@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -156,3 +157,20 @@ def test_the_cleaner_is_small_and_needs_nothing_of_ours() -> None:
     run = subprocess.run([sys.executable, "-S", "-I", "-c", code], capture_output=True, text=True, timeout=20)
     assert run.returncode == 0, run.stderr
     assert not {"driver", "ray", "numpy", "psutil", "torch"} & set(run.stdout.split())
+
+
+def test_a_process_that_may_not_be_ended_does_not_keep_the_folder(
+    session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's that names the folder on its command line."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(cleaner, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(cleaner, "processes_of", lambda folder, spared: {1})
+    monkeypatch.setattr(cleaner.os, "kill", refuse)
+    monkeypatch.setattr(sys, "argv", ["cleaner.py", str(session)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    cleaner.main()
+    assert not session.exists()

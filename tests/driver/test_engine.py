@@ -13,7 +13,7 @@ import pytest
 
 from driver import awake
 from driver.engine import EngineDead, Update
-from driver.executor import WorkerFailed
+from driver.executor import InlineExecutor, WorkerFailed
 from tests.driver.serving import PROMPT, greedy_params, open_llm, wait_until
 
 
@@ -104,3 +104,21 @@ def test_closing_ends_a_recovery_before_its_ranks(folder: Path) -> None:
     with pytest.raises(EngineDead, match="closed"):
         list(stream)
     assert wait_until(lambda: not llm._engine._thread.is_alive())
+
+
+def test_a_rank_that_is_lost_while_the_steps_are_profiled_costs_another_attempt(
+    folder: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QUADRIGA_FAULT", "0:3:raise")
+    with open_llm(folder, target_tbt_ms=500.0) as llm:
+        assert "epoch 0 has ended: rank 0 failed: InjectedFault" in caplog.text
+        assert llm._engine.scheduler.epoch == 2
+        assert llm.generate(PROMPT, greedy_params(20)).output_token_ids == expected
+        assert llm.stats()["restarts"] == 0
+
+
+def test_a_step_of_the_profile_that_hangs_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InlineExecutor, "receive", lambda executor, seconds: time.sleep(seconds))
+    monkeypatch.setattr(InlineExecutor, "stacks", lambda executor: [None])
+    with pytest.raises(WorkerFailed, match=r"step 0 of the profile took longer than 0\.\d s"):
+        open_llm(folder, target_tbt_ms=500.0, hang_seconds=0.3)

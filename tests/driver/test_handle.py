@@ -430,3 +430,24 @@ def test_a_handle_that_leaves_while_its_text_is_encoded_leaves_nothing(
     with pytest.raises(ServiceUnavailable, match="closed"):
         list(stream)
     assert wait_until(lambda: place.port._encoding == 0 and all_free(llm))
+
+
+def test_an_interrupt_while_requests_are_asked_aborts_them(
+    llm: LLM, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, calls = client._link.submit, []
+
+    def interrupted(*arguments: Any) -> Any:
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(submit(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(client._link, "submit", interrupted)
+    before = llm.stats()["ended_requests"]["abort"]
+    with Brake(llm, 3) as brake:
+        with pytest.raises(KeyboardInterrupt):
+            client.generate([PROMPT] * 4, greedy_params(200))
+        assert wait_until(lambda: all(call.aborted for call in calls))
+        brake.allow(float("inf"))
+        assert wait_until(lambda: llm.stats()["ended_requests"]["abort"] == before + 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from driver.engine import Update
 from driver.handle import Client
 from driver.llm import LLM
 from driver.results import Completion, Increment
-from driver.wire import RequestFailed, ServiceUnavailable
+from driver.wire import Ask, RequestFailed, ServiceUnavailable
 from parallel.channel import ChannelAddress, bind
 from scheduler.params import SamplingParams
 from tests.driver.serving import (
@@ -272,6 +273,24 @@ def test_a_failure_of_the_link_itself_reaches_its_callers(place: Place, monkeypa
         client.generate(PROMPT, greedy_params(5))
     with pytest.raises(ServiceUnavailable, match="closed"):
         client.generate(PROMPT, greedy_params(5))
+
+
+def test_a_link_that_cannot_even_say_goodbye_tells_its_callers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = place.client()
+    assert client.health()["state"] == "ready"
+    news: queue.SimpleQueue[Update] = queue.SimpleQueue()
+
+    class Panic(BaseException):
+        """As those of Rust are: no Exception."""
+
+    def broken(*_: object) -> None:
+        raise Panic("no more sockets")
+
+    monkeypatch.setattr(client._link, "_on_updates", broken)
+    monkeypatch.setattr(client._link, "_send", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    client._link.submit(Ask(PROMPT, greedy_params(5)), news.put)
+    assert isinstance(news.get(timeout=10).error, ServiceUnavailable)
 
 
 def test_a_failed_engine_that_comes_back_is_waited_for(folder: Path, llm: LLM) -> None:

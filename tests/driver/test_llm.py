@@ -15,7 +15,7 @@ import pytest
 from driver.engine import EngineDead
 from quadriga import LLM, Completion, SamplingParams
 from scheduler.params import DEFAULT_MAX_TOKENS
-from tests.driver.serving import NUM_BLOCKS, PROMPT, greedy_params, open_llm, wait_until
+from tests.driver.serving import NUM_BLOCKS, PROMPT, Brake, greedy_params, open_llm, wait_until
 from tests.models import VOCAB_SIZE, greedy
 
 OTHERS = ["a", "Once upon a time", "x" * 40]
@@ -276,6 +276,21 @@ def test_every_token_id_can_be_a_prompt(llm: LLM) -> None:
 
 
 # ---- the end
+
+
+def test_an_interrupt_while_requests_are_handed_over_aborts_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(folder) as llm:
+        submit, handed = llm._engine.submit, []
+
+        def interrupted(*arguments: Any) -> None:
+            if len(handed) == 2:
+                raise KeyboardInterrupt
+            handed.append(submit(*arguments))
+
+        monkeypatch.setattr(llm._engine, "submit", interrupted)
+        with Brake(llm, 3), pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT] * 4, greedy_params(200), use_tqdm=False)
+        assert wait_until(lambda: llm.stats()["ended_requests"]["abort"] == 2)
 
 
 def test_close_may_be_called_twice_and_ends_its_threads(folder: Path) -> None:

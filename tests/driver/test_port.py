@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -249,3 +249,21 @@ def test_greeting_anew_gives_no_news_of_the_old(llm: LLM, place: Place) -> None:
                 pass
             brake.allow(float("inf"))
             assert raw.end_of(1) == (whole.output_token_ids, whole.text, "length")
+
+
+def test_a_panic_over_one_request_fails_that_alone(llm: LLM, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As those of Rust are: no Exception."""
+
+    def encode(text: str, encode: Callable[[str], list[int]] = llm._intake._encode) -> list[int]:
+        if text.startswith("bad"):
+            raise Panic("index out of bounds")
+        return encode(text)
+
+    monkeypatch.setattr(llm._intake, "_encode", encode)
+    client = place.client()
+    for text in ("bad", "bad" * 10_000):  # the second is prepared aside
+        with pytest.raises(wire.RequestFailed, match="index out of bounds"):
+            client.generate(text, greedy_params(2))
+    assert len(client.generate("good", greedy_params(2)).output_token_ids) == 2
+    assert wait_until(lambda: place.port._encoding == 0)

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,8 +124,9 @@ def test_a_model_that_cannot_be_loaded_is_the_callers_to_mend(folder: Path, tmp_
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--tp", "2"], "the inline executor runs one rank"),
         (["--num-kv-blocks", "0"], "num_kv_blocks must be"),
-        (["--drain-seconds", "-1"], "must not be negative"),
-        (["--drain-seconds", "nan"], "must not be negative"),
+        (["--drain-seconds", "-1"], "--drain-seconds must be between 0 and 1e+06, got -1"),
+        (["--drain-seconds", "nan"], "got nan"),
+        (["--drain-seconds", "inf"], "got inf"),
         (["--max-queued-requests", "-1"], "must not be negative"),
         (["--name", ""], "--name must not be empty"),
         (["--max-body-mib", "0"], "--max-body-mib must be more than 0, got 0"),
@@ -276,6 +278,16 @@ def test_a_signal_during_the_start_ends_it_without_a_service(
     assert "ready" not in found
 
 
+def test_a_service_that_fails_before_it_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_module, "LOOK_SECONDS", 0.1)
+    states = [{"state": "ready"}, {"state": "failed", "error": "out of ranks"}]
+    client = SimpleNamespace(connected=False)
+    with pytest.raises(WorkerFailed, match="the service has failed: out of ranks"):
+        serve_module._wait_for_answer(client, threading.Event(), lambda: states.pop(0))
+    client.connected = True
+    serve_module._wait_for_answer(client, threading.Event(), lambda: states.pop(0))
+
+
 # ---- health and readiness
 
 
@@ -315,6 +327,31 @@ def test_readiness_and_health_tell_the_truth(front: tuple[InlineHost, Client, st
     host._port.close()
     assert wait_until(lambda: not client.connected)
     assert get(f"{url}/health")[1]["state"] == "unavailable"
+
+
+def test_a_server_that_has_ended_and_a_port_that_has_failed_are_told(
+    front: tuple[InlineHost, Client, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, client, url = front
+    assert wait_until(lambda: get(f"{url}/ready")[0] == 200, 60)
+
+    def fail(*_: object) -> None:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr(host._port, "_take", fail)
+    assert host.status()["state"] == "ready"
+    assert wait_until(lambda: host.status()["state"] == "failed", 10)
+    assert "a fault of ours" in host.status()["error"]
+
+    server = HttpServer("127.0.0.1", 0)
+    assert server.failed() is None, "it has not begun"
+    server.start(make_app(client))
+    assert wait_until(lambda: get(f"{server.url}/version")[0] == 200)
+    assert server.failed() is None
+    server._server.should_exit = True
+    assert wait_until(lambda: server.failed() is not None)
+    assert server.failed()["error"] == f"the HTTP server at {server.url} has ended"
+    server.close()
 
 
 def test_a_port_is_taken_from_the_moment_it_is_asked_for() -> None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from parallel.channel import ChannelAddress, ChannelClosed
+from parallel.errors import CollectiveError
 from tests.exits import Exited, exit_process
 from workers import actor
 from workers.actor import WorkerActor
@@ -46,3 +47,18 @@ def test_a_rank_whose_driver_is_gone_ends(rank: WorkerActor, monkeypatch: pytest
     monkeypatch.setattr(actor, "LEAVE_SECONDS", 0.05)
     with pytest.raises(Exited):
         rank.serve(ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("error", "whole"), [(CollectiveError("rank 1 is gone"), True), (RuntimeError("CUDA error: unspecified"), False)]
+)
+def test_a_rank_that_cannot_join_again_by_its_own_fault_is_made_anew(
+    rank: WorkerActor, error: Exception, whole: bool
+) -> None:
+    def rejoin(*_: Any) -> NoReturn:
+        raise error
+
+    rank.worker.rejoin = rejoin
+    with pytest.raises(type(error)):
+        rank.start(None, 0, "127.0.0.1", 1)
+    assert rank.leave(1.0) is whole
