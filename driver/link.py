@@ -378,8 +378,9 @@ class Link:
         try:
             self._take_commands()
             self._send("bye")
-        finally:
-            self._fail_all(reason)
+        except BaseException:  # what has ended this thread may come again
+            logger.exception("this client could not say goodbye")
+        self._fail_all(reason)
         self._disconnect()
         self._context.term()
         self._waker.close()

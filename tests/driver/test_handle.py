@@ -444,10 +444,9 @@ def test_an_interrupt_while_requests_are_asked_aborts_them(
         return calls[-1]
 
     monkeypatch.setattr(client._link, "submit", interrupted)
-    before = llm.stats()["ended_requests"]["abort"]
     with Brake(llm, 3) as brake:
         with pytest.raises(KeyboardInterrupt):
             client.generate([PROMPT] * 4, greedy_params(200))
-        assert wait_until(lambda: all(call.aborted for call in calls))
-        brake.allow(float("inf"))
-        assert wait_until(lambda: llm.stats()["ended_requests"]["abort"] == before + 2)
+        assert len(calls) == 2
+        brake.allow(3)  # far from the end of what was asked
+        assert wait_until(lambda: not client._link._active and not client._link._waiting and all_free(llm))

@@ -288,7 +288,6 @@ def test_a_link_that_cannot_even_say_goodbye_tells_its_callers(place: Place, mon
 
     monkeypatch.setattr(client._link, "_on_updates", broken)
     monkeypatch.setattr(client._link, "_send", broken)
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     client._link.submit(Ask(PROMPT, greedy_params(5)), news.put)
     assert isinstance(news.get(timeout=10).error, ServiceUnavailable)
 
