@@ -148,7 +148,10 @@ def _cache_folder() -> Path:
 def _fingerprint(files: Sequence[Path], compiler: str, runtime: Path) -> str:
     """What the library depends on: sources, flags, compiler, processor, and where torch's runtime lies."""
     digest = hashlib.sha256()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=_BUILD_SECONDS)
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=_BUILD_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"cannot run {compiler}: {error}") from error
     parts = [" ".join(_FLAGS).encode(), version.stdout, str(runtime).encode(), _processor().encode()]
     for part in [*parts, *(file.read_bytes() for file in files)]:
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -20,6 +20,7 @@ from parallel.channel import ChannelAddress
 logger = logging.getLogger("quadriga.serve")
 
 STATUS_SECONDS = 5.0
+START_SECONDS = 60.0  # what a start in this process, which nothing can break off, gets to end
 FRONT_OUTSTANDING = 1 << 20  # the service alone bounds what the HTTP front asks of it, so that its callers hear of it
 
 
@@ -49,7 +50,9 @@ class InlineHost:
         return self._port.service.drain(drain_seconds)
 
     def close(self) -> None:
-        self._thread.join()
+        self._thread.join(timeout=START_SECONDS)
+        if self._thread.is_alive():
+            logger.error("the start has not come to its end within %g s; it is left behind", START_SECONDS)
         if self._port is not None:
             self._port.close()
         self._llm.close()

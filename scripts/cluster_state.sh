@@ -49,6 +49,17 @@ await() {
     done
 }
 
+# drain_seconds OPTIONS..: what quadriga serve gives its running requests, for whoever ends it.
+drain_seconds() {
+    local seconds=30 before="" option
+    for option in "$@"; do
+        [ "$before" != --drain-seconds ] || seconds="$option"
+        [ "${option#--drain-seconds=}" = "$option" ] || seconds="${option#*=}"
+        before="$option"
+    done
+    printf '%.0f\n' "$seconds"
+}
+
 # end NAME SECONDS: SIGTERM, and SIGKILL after so long.
 end() {
     local pid waited=0

@@ -188,6 +188,7 @@ fi
 run "$python" -m quadriga wait-for-devices --tp "$tp" --nodes "$nodes" --device "$device" --wait-seconds "$wait_seconds"
 start serve "$python" -m quadriga serve --model "$model" --tp "$tp" --executor ray --device "$device" --port "$port" "$@"
 [ -n "$dry" ] && exit
+drain_seconds "$@" >"$state/drain"
 await serve "is ready at" || fail "the service could not start; what was started here ends again"
 write_environment
 say_how_to_reach

@@ -13,13 +13,16 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 from workers.gguf_header import HeaderError, read_header
 
 logger = logging.getLogger("quadriga.gguf")
 
 _FORMAT = 1  # raise it when the conversion changes, so that old folders are not used
+LOCK_SECONDS = 3600.0  # what another process gets for the conversion; one that dies frees the lock, one that hangs not
 _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 16 << 20, 64 << 10, 64
 
 
@@ -38,7 +41,7 @@ def cache_root() -> Path:
 def converted_folder(path: Path) -> Path:
     """The safetensors folder of a GGUF file, made now if it is not there. Safe to call from several processes.
 
-    Raises ConversionError when the file cannot be read.
+    Raises ConversionError when the file cannot be read, or another process converts it for too long.
     """
     key = _fingerprint(path)
     root = cache_root() / "gguf"
@@ -47,11 +50,35 @@ def converted_folder(path: Path) -> Path:
         return made
     folder = root / f"{path.stem}-{key}"
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / f".{key}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(root / f".{key}.lock", "a+") as lock:
+        _wait_for(lock, path)
         if not folder.is_dir():
             _convert(path, folder)
     return folder
+
+
+def _wait_for(lock: IO[str], path: Path) -> None:
+    """Takes the lock. Raises ConversionError when another process has it for too long."""
+    deadline, said = time.monotonic() + LOCK_SECONDS, False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read() or "?"
+            if time.monotonic() > deadline:
+                raise ConversionError(
+                    f"process {holder} has been converting {path} for more than {LOCK_SECONDS:g} s; end it if it hangs"
+                ) from None
+            if not said:
+                logger.info("waiting for process %s, which converts %s", holder, path.name)
+            said = True
+            time.sleep(0.1)
+        else:
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            return
 
 
 def _fingerprint(path: Path) -> str:

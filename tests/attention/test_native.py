@@ -109,6 +109,15 @@ def test_without_a_compiler_auto_is_the_reference_and_says_what_that_costs(
         make_backend("cpu", LAYOUT, 1.0, CPU)
 
 
+def test_a_compiler_that_cannot_be_run_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"\0neither script nor program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NativeError, match=f"cannot run {compiler}: "):
+        load_library(write_source(tmp_path, 7))
+
+
 def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("QUADRIGA_KERNELS", "off")
     assert make_backend("auto", LAYOUT, 1.0, CPU).name == "reference"

@@ -110,6 +110,38 @@ def test_wrong_words_are_refused(scripts: Scripts, words: list[str], message: st
     assert message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ([], 30),
+        (["--max-num-seqs", "8", "--drain-seconds", "300", "--no-prefix-caching"], 300),
+        (["--drain-seconds=0.2"], 0),
+        (["--drain-seconds=5", "--drain-seconds", "1e3"], 1000),
+    ],
+)
+def test_what_a_service_gives_its_requests_is_remembered(scripts: Scripts, words: list[str], seconds: int) -> None:
+    source = f"source {shlex.quote(str(ROOT / 'scripts' / 'cluster_state.sh'))}"
+    assert scripts.run("-c", f"{source}; drain_seconds {shlex.join(words)}").stdout == f"{seconds}\n"
+
+
+def test_a_service_that_drains_is_not_killed_before_its_time(scripts: Scripts, tmp_path: Path) -> None:
+    (fast := tmp_path / "bin").mkdir()
+    (fast / "sleep").symlink_to("/bin/true")  # the script waits in sleeps of 0.2 s
+    scripts.state.mkdir()
+    (scripts.state / "drain").write_text("5\n")
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-S", "-c", stubborn], stdout=subprocess.PIPE) as serve:
+        serve.stdout.readline()
+        source = f"source {shlex.quote(str(ROOT / 'scripts' / 'cluster_state.sh'))}"
+        scripts.run("-c", f"{source}; remember serve {serve.pid}")
+        done = scripts.run(STOP, PATH=f"{fast}:{os.environ['PATH']}")
+        assert f"serve (process {serve.pid}) has not ended within 65 s; killing it" in done.stderr
+        assert serve.wait(5) == -9
+    assert not list(scripts.state.iterdir())
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return make_byte_tokenizer(make_tiny_model("llama", tmp_path / "model"))

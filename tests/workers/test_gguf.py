@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -94,6 +97,27 @@ def test_ranks_that_start_together_convert_once(file: Path, cache: Path, convers
     assert len(set(found)) == 1
     assert len(found) == 4
     assert conversions == [file]
+
+
+def test_a_process_that_converts_for_ever_is_not_waited_for(
+    file: Path, cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers.gguf, "LOCK_SECONDS", 0.5)
+    folder = converted_folder(file)
+    shutil.rmtree(folder)
+    (lock,) = folder.parent.glob(".*.lock")
+    assert lock.read_text() == str(os.getpid()), "who has it does not say so"
+    holding = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
+    command = [sys.executable, "-S", "-c", f"{holding}; time.sleep(60)", str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder, caplog.at_level("INFO"):
+        holder.stdout.readline()
+        began = time.monotonic()
+        with pytest.raises(ConversionError, match=f"process {os.getpid()} has been converting {file}"):
+            converted_folder(file)
+        assert 0.5 <= time.monotonic() - began < 5
+        assert caplog.text.count(f"waiting for process {os.getpid()}") == 1
+        holder.kill()
+    assert converted_folder(file) == folder
 
 
 @pytest.mark.parametrize("place", [0, 5, 70_000, -1])
