@@ -23,9 +23,13 @@ def own_handler() -> Iterator[object]:
 
 
 def test_the_programs_handling_of_sigterm_outlives_a_ray_that_cannot_be_reached(own_handler: object) -> None:
-    with pytest.raises(ConfigError), cluster._own_sigterm_handler():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ray.init does
-        raise ConfigError("nobody is there")
+    def join() -> None:
+        with cluster._own_sigterm_handler():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ray.init does
+            raise ConfigError("nobody is there")
+
+    with pytest.raises(ConfigError):
+        join()
     assert signal.getsignal(signal.SIGTERM) is own_handler
 
 
