@@ -22,14 +22,17 @@ def own_handler() -> Iterator[object]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_programs_handling_of_sigterm_outlives_a_ray_that_cannot_be_reached(own_handler: object) -> None:
-    def join() -> None:
-        with cluster._own_sigterm_handler():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ray.init does
-            raise ConfigError("nobody is there")
+def test_the_programs_handling_of_sigterm_outlives_a_ray_that_cannot_be_reached(
+    own_handler: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(address: str) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ray.init does
+        raise ConfigError("nobody is there")
 
+    monkeypatch.setattr(cluster.Cluster, "_connection", None)
+    monkeypatch.setattr(cluster, "_connect", connect)
     with pytest.raises(ConfigError):
-        join()
+        cluster.Cluster("10.0.0.9:6379", 1)
     assert signal.getsignal(signal.SIGTERM) is own_handler
 
 
