@@ -102,6 +102,10 @@ class ActorHost:
         except ray.exceptions.ActorDiedError as error:  # for good: it has been ended or replaced
             return {"state": FAILED, "error": str(error).splitlines()[0], "input_fault": False}
         except ray.exceptions.RayError as error:
+            if self._cluster.private and not any(node["Alive"] for node in ray.nodes()):
+                # Its raylet was killed, or one of the agents that take it along; nobody starts this Ray again.
+                message = "its own Ray has ended; start it anew, or on a Ray cluster of several machines"
+                return {"state": FAILED, "error": message, "input_fault": False}
             logger.warning("the driver does not answer: %s", str(error).splitlines()[0])
             return {**StartStatus().now, "phase": "driver"}
 

@@ -24,9 +24,10 @@ order, then again:
     helper          SIGKILL of a log monitor, or of the agents beside that node's raylet
     pause ray       SIGSTOP of Ray's head process or of a raylet for 3 or 10 s
 
-A request that fails, or a token more, less or other, is a difference; only in a crowd may a request be refused, and
-only the poisoned one must fail. What is still there when all has ended (KV blocks, processes, shared memory, files) is
-a leak. The last line is a JSON object; the exit code is 1 if there is any of either.
+A request that fails, or a token more, less or other, is a difference. Only in a crowd may a request be refused for want
+of room, and only while there is no driver because of that, which HTTP says at once; only the poisoned one must fail.
+What is still there when all has ended (KV blocks, processes, shared memory, files) is a leak. The last line is a JSON
+object; the exit code is 1 if there is any of either.
 """
 
 from __future__ import annotations

@@ -25,7 +25,11 @@ TRIGGERS = {"nan": 49_151, "raise": 49_150, "memory": 49_149, "death": 49_148}  
 
 
 class Refused(Exception):
-    """The service has no room for the request, and says so."""
+    """The service does not take the request, and says so: it has no room (429), or no driver at the moment (503)."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Load:
         while not self._stop.is_set():
             index = rng.randrange(len(self._asks))
             if self._ask(index, http_way, may_be_refused=self._crowd > 0):
+                self._tally.refused += 1
                 self._stop.wait(0.5)
             if len(self._tally.differences) > 10 * MOST_SHOWN:
                 return  # nothing more is to be learned
@@ -147,7 +152,7 @@ class Load:
         try:
             found: object = self._by_http(ask, slow) if http_way else self._by_handle(ask)
         except Refused as refusal:
-            if may_be_refused or self._crowd > 0:
+            if may_be_refused or self._crowd > 0 or refusal.status == 503:
                 return True
             found = repr(refusal)
         except Exception as error:  # noqa: BLE001 whatever it is, the request was lost
@@ -174,7 +179,7 @@ class Load:
         return tokens
 
     def _by_http(self, ask: Ask, slow: bool = False) -> str:
-        """The text. Raises Refused for 429."""
+        """The text. Raises Refused."""
         connection, answer = self._open(ask, slow)
         text, ended = "", False
         with answer:
@@ -202,9 +207,9 @@ class Load:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, FEW_BYTES)
         connection.request("POST", "/v1/completions", ask.body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        if answer.status == 429:
+        if answer.status in (429, 503):
             connection.close()
-            raise Refused(answer.reason)
+            raise Refused(answer.status)
         if answer.status != 200:
             raise RuntimeError(f"HTTP {answer.status}: {answer.read()[:300]!r}")
         return connection, answer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 class Tally:
     """What was seen. arrivals: when tokens came, `time.monotonic()`; faults: (when, kind).
 
-    refused: requests, in a crowd. rss_mib: resident memory by role, before and after.
+    refused: requests, in a crowd or while there was no driver. rss_mib: resident memory by role, before and after.
     """
 
     arrivals: list[float] = field(default_factory=list)
