@@ -102,7 +102,7 @@ class ActorHost:
         except ray.exceptions.ActorDiedError as error:  # for good: it has been ended or replaced
             return {"state": FAILED, "error": str(error).splitlines()[0], "input_fault": False}
         except ray.exceptions.RayError as error:
-            if self._cluster.private and not any(node["Alive"] for node in ray.nodes()):
+            if self._cluster.private and _ray_has_ended():
                 # Its raylet was killed, or one of the agents that take it along; nobody starts this Ray again.
                 message = "its own Ray has ended; start it anew, or on a Ray cluster of several machines"
                 return {"state": FAILED, "error": message, "input_fault": False}
@@ -126,3 +126,13 @@ class ActorHost:
         if self._settings.owned and not self._ended:
             self.end(0.0)
         self._cluster.close()
+
+
+def _ray_has_ended() -> bool:
+    import ray
+
+    try:
+        return not any(node["Alive"] for node in ray.nodes())
+    except ray.exceptions.RayError as error:  # the head is stopped, say, and may go on
+        logger.warning("Ray cannot be asked for its nodes: %s", str(error).splitlines()[0])
+        return False
