@@ -100,6 +100,31 @@ def test_a_killed_driver_is_not_noticed_and_a_killed_serve_leaves_nothing(
     assert until(lambda: not left_in_ray("two"), 20), left_in_ray("two")
 
 
+@pytest.mark.parametrize("stopped", ["the driver", "serve"])
+def test_who_is_stopped_for_a_while_finds_the_others_where_they_were(
+    start: Start, client: Callable[[str], Client], stopped: str
+) -> None:
+    serve = start("still", "--tp", "2")
+    serve.wait_ready()
+    driver, ranks = status_of("still")["pid"], sorted(processes_of_ray("WorkerActor"))
+    handle = client("still")
+    whole = handle.generate(PROMPT, PARAMS[1])
+    stream = handle.stream(PROMPT, PARAMS[1])
+    tokens = list(next(stream).token_ids)
+    pid = driver if stopped == "the driver" else serve.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(14)  # longer than an owner or a connection may be silent, and than a step may take
+    os.kill(pid, signal.SIGCONT)
+    for piece in stream:
+        tokens += piece.token_ids
+    assert tokens == whole.output_token_ids
+    time.sleep(3)  # whoever was to end by now would have
+    assert (status_of("still")["pid"], sorted(processes_of_ray("WorkerActor"))) == (driver, ranks)
+    assert handle.stats()["restarts"] == 0
+    serve.process.send_signal(signal.SIGTERM)
+    assert serve.wait() == 0, serve.text
+
+
 def test_a_killed_worker_is_not_noticed_and_sigterm_leaves_nothing(
     start: Start, client: Callable[[str], Client], folder: Path, tiny: TinyModels
 ) -> None:
