@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import queue
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +131,8 @@ def test_preemption_and_a_new_start_change_nothing(ranks: Ranks) -> None:
         whole = outputs(llm, [PROMPT] * len(names), [params(name) for name in names])
         for name, tokens in zip(names, whole, strict=True):
             for cut in (1, len(tokens) // 2, len(tokens) - 1):
-                updates, got, ended = llm._submit([llm.prepare(PROMPT, params(name), tokens[:cut])]), [], False
+                updates, got, ended = queue.SimpleQueue(), [], False
+                llm.submit(llm.prepare(PROMPT, params(name), tokens[:cut]), updates.put)
                 while not ended:
                     update = updates.get(timeout=60)
                     ended, got = update.finish_reason is not None, got + update.token_ids

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from collections.abc import Iterator
 
 import pytest
 
 from driver.cluster import Cluster
+from driver.engine import Update
 from driver.llm import LLM
 from scheduler.params import SamplingParams
 from tests.end_to_end.conftest import TinyModels
@@ -106,7 +108,8 @@ def test_what_was_produced_before_counts_as_output(ranks: Ranks, tiny: TinyModel
 
 def continued(llm: LLM, prompt: list[int], one: SamplingParams, produced: list[int]) -> list[int]:
     request = llm.prepare(prompt, one, produced)
-    updates = llm._submit([request])
+    updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+    llm.submit(request, updates.put)
     tokens, ended = [], False
     while not ended:
         update = updates.get(timeout=60)
