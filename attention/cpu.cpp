@@ -8,9 +8,9 @@
 // A row's context is cut into spans of SPAN keys, whose results are merged in order. Those of a single query are units
 // of their own, which any threads compute; who finishes last merges. Tiles and spans depend on positions alone and every
 // sum has one order, so that a row's result is the same to the bit whatever threads, neighbours and chunks there are.
-#include "vector.h"
+#include "tiles.h"
 
-constexpr int KEYS = 64, SPAN = 256, MOST_ROWS = 96;
+constexpr int SPAN = 256, MOST_ROWS = 96;
 constexpr int FEW_ROWS = 6;  // up to here, values are used where they lie rather than widened first
 
 struct Arguments {
@@ -36,38 +36,9 @@ struct Unit {
 
 struct Memory {
     std::vector<float> query, keys, values, scores, sums, top, total, merged;
-    std::vector<uint32_t> pairs, transposed;
+    std::vector<uint32_t> pairs, transposed, paired;
+    Ahead ahead;
 };
-
-#if defined(WIDE)
-// 16 rows of 16 words, `stride` words apart, to 16 columns of COLUMNS-wide rows.
-static inline void transpose_square(const uint32_t* from, int64_t stride, uint32_t* to, int64_t width) {
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        _mm512_storeu_si512(to + i * width, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
-        _mm512_storeu_si512(to + (i + 8) * width, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
-        _mm512_storeu_si512(to + (i + 4) * width, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
-        _mm512_storeu_si512(to + (i + 12) * width, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
-    }
-}
-#endif
 
 // Merges the result of a span into that of the spans before it: top, total, sums [padded]. One function for all, lest
 // the compiler round differently here and there.
@@ -84,18 +55,6 @@ __attribute__((noinline)) static void merge_span(float* merged, float top, float
 static void clear_span(float* merged, int64_t padded) {
     std::fill(merged, merged + padded + 2, 0.f);
     merged[0] = -INFINITY;
-}
-
-// [KEYS, width] words -> [width, KEYS]; width is a multiple of 16.
-static void transpose(const uint32_t* from, int64_t width, uint32_t* to) {
-#if defined(WIDE)
-    for (int64_t column = 0; column < width; column += 16)
-        for (int64_t row = 0; row < KEYS; row += 16)
-            transpose_square(from + row * width + column, width, to + column * KEYS + row, KEYS);
-#else
-    for (int64_t column = 0; column < width; column++)
-        for (int64_t row = 0; row < KEYS; row++) to[column * KEYS + row] = from[row * width + column];
-#endif
 }
 
 template <class T>
@@ -119,7 +78,8 @@ public:
         });
         waiting = (std::atomic<int64_t>*)memory;
         partials = (float*)(memory + counters);
-        parallel_each(member, a.threads, (int64_t)units.size(), [&](int64_t i) { compute(units[i]); });
+        const int64_t count = units.size();
+        parallel_each(member, a.threads, count, [&](int64_t i) { compute(units[i], units[std::min(i + 1, count - 1)]); });
     }
 
 private:
@@ -209,7 +169,8 @@ private:
         memset((T*)to + dim, 0, (padded - dim) * sizeof(T));
     }
 
-    void compute(const Unit& unit) {
+    // next: the unit that is computed after this one, by this thread or another.
+    void compute(const Unit& unit, const Unit& next) {
         static thread_local Memory memory;
         const int64_t rows = rows_of(unit);
         float* query = scratch(memory.query, rows * padded);
@@ -221,6 +182,7 @@ private:
         scratch(memory.scores, rows * KEYS);
         scratch(memory.pairs, rows * padded / 2);
         scratch(memory.transposed, padded * KEYS);
+        scratch(memory.paired, padded * KEYS / 2);
         for (int64_t r = 0; r < rows; r++) {
             widen(query_of(unit, r), query + r * padded);
             if (PAIRS) pad(query_of(unit, r), memory.pairs.data() + r * padded / 2);
@@ -234,14 +196,29 @@ private:
                 std::fill(total, total + rows, 0.f);
             }
             const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
+            const bool last = first + KEYS >= unit.end_key;
+            list_ahead(last ? next : unit, last ? next.first_key : first + KEYS, memory.ahead);
             score(unit, first, keys, memory);
             soften(unit, first, memory);
-            rows <= FEW_ROWS && dim == padded ? sum_few(unit, first, keys, memory) : sum_many(unit, first, keys, memory);
-            if ((first + KEYS) % SPAN == 0 || first + KEYS >= unit.end_key)
+            if constexpr (PAIRS)
+                sum_pairs(unit, first, keys, memory);
+            else if (rows <= FEW_ROWS && dim == padded)
+                sum_few(unit, first, keys, memory);
+            else
+                sum_many(unit, first, keys, memory);
+            if ((first + KEYS) % SPAN == 0 || last)
                 for (int64_t r = 0; r < rows; r++)
                     merge_span(memory.merged.data() + r * wide, top[r], total[r], sums + r * padded, padded);
         }
         finish(unit, memory);
+    }
+
+    void list_ahead(const Unit& unit, int64_t first, Ahead& ahead) const {
+        ahead.clear(2 * KEYS * ((dim * sizeof(T) + LINE - 1) / LINE));
+        for (int64_t pages : {a.key_pages, a.value_pages})
+            each_run(unit, first, std::min<int64_t>(KEYS, unit.end_key - first), [&](int64_t, int64_t count, int64_t entry) {
+                ahead.add((const char*)((const T*)pages + entry), count, dim * sizeof(T), a.kv_heads * dim * sizeof(T));
+            });
     }
 
     // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used. Keys are transposed, which makes of
@@ -249,25 +226,29 @@ private:
     void score(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
         const int64_t rows = rows_of(unit), width = PAIRS ? padded / 2 : padded;
         uint32_t* transposed = memory.transposed.data();
-        WORDS && dim == padded && a.block_size % 16 == 0 ? transpose_pages(unit, first, keys, transposed)
+        WORDS && dim == padded && a.block_size % 16 == 0 ? transpose_pages(unit, first, keys, memory)
                                                          : transpose_copies(unit, first, keys, memory);
-        for (int64_t j = 0; j < keys; j += COLUMNS) {
-            float* scores = memory.scores.data() + j;
-            if constexpr (PAIRS)
-                product(memory.pairs.data(), width, transposed + j, KEYS, width, scores, KEYS, false, rows);
-            else
-                product(memory.query.data(), width, (float*)transposed + j, KEYS, width, scores, KEYS, false, rows);
+        const int64_t columns = (keys + COLUMNS - 1) / COLUMNS * COLUMNS;
+        float* scores = memory.scores.data();
+        if constexpr (PAIRS) {
+            const Asking<uint32_t> right{transposed, &memory.ahead};
+            wide_product(memory.pairs.data(), width, right, KEYS, width, scores, KEYS, false, rows, columns);
+        } else {
+            const Asking<float> right{(float*)transposed, &memory.ahead};
+            wide_product(memory.query.data(), width, right, KEYS, width, scores, KEYS, false, rows, columns);
         }
     }
 
-    void transpose_pages(const Unit& unit, int64_t first, int64_t keys, uint32_t* transposed) const {
+    void transpose_pages(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
 #if defined(WIDE)
         const int64_t words = dim * sizeof(T) / 4, stride = a.kv_heads * words;
         each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
             const uint32_t* key = (const uint32_t*)((const T*)a.key_pages + entry);
             for (int64_t j = 0; j < count; j += 16)
-                for (int64_t column = 0; column < words; column += 16)
-                    transpose_square(key + j * stride + column, stride, transposed + column * KEYS + i + j, KEYS);
+                for (int64_t column = 0; column < words; column += 16) {
+                    memory.ahead.ask<8>();
+                    transpose_square(key + j * stride + column, stride, memory.transposed.data() + column * KEYS + i + j, KEYS);
+                }
         });
 #endif
     }
@@ -282,6 +263,26 @@ private:
             }
         });
         transpose((const uint32_t*)memory.keys.data(), width, memory.transposed.data());
+    }
+
+    void sum_pairs(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+#if defined(BF16_PAIRS)
+        const T* values[KEYS];
+        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+            for (int64_t j = i; j < i + count; j++, entry += a.kv_heads * dim) values[j] = (const T*)a.value_pages + entry;
+        });
+        for (int64_t j = 0; j < keys; j += 2)
+            for (int64_t d = 0; d < dim; d += 32) {
+                memory.ahead.ask<1>();
+                const __mmask32 there = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1;
+                const __m512i even = _mm512_maskz_loadu_epi16(there, values[j] + d);
+                const __m512i odd = j + 1 < keys ? _mm512_maskz_loadu_epi16(there, values[j + 1] + d) : __m512i{};
+                pair_up(even, odd, memory.paired.data() + j / 2 * padded + d);
+            }
+        const Asking<uint32_t> right{memory.paired.data(), &memory.ahead};
+        wide_product((const uint32_t*)memory.scores.data(), KEYS, right, padded, (keys + 1) / 2, memory.sums.data(), padded,
+                     true, rows_of(unit), padded);
+#endif
     }
 
     void sum_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
@@ -325,14 +326,25 @@ private:
             const float fade = exponential(spread(memory.top[r] - base))[0];
             floats total = {};
             for (int64_t j = 0; j < KEYS; j += LANES) {
-                floats weight = exponential(load(scores + j) - base);
-                store(scores + j, weight);
-                total += weight;
+                total += store_weights(scores, j, exponential(load(scores + j) - base));
             }
             memory.total[r] = memory.total[r] * fade + sum(total);
             memory.top[r] = top;
             if (fade != 1.f) scale_row(memory.sums.data() + r * padded, fade);
         }
+    }
+
+    // Where pairs are multiplied the weights are bf16, in the first half of their row. Returns them as stored.
+    static floats store_weights(float* row, int64_t j, floats weights) {
+#if defined(BF16_PAIRS)
+        if constexpr (PAIRS) {
+            const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)weights);
+            _mm256_storeu_si256((__m256i*)((bf16*)row + j), rounded);
+            return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+        }
+#endif
+        store(row + j, weights);
+        return weights;
     }
 
     void scale_row(float* row, float factor) const {

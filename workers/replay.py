@@ -1,8 +1,8 @@
 """A step as one call: the model's kernel calls are recorded first and then carried out together by a team of threads.
 
-Nothing waits for Python between two kernels, nor for a thread that the system has put aside (`vector.h`). Decode steps
-of few rows come again and again: their recordings are kept, on inputs that stay where they are, and cost no more Python
-than copying the inputs there.
+Nothing waits for Python between two kernels, nor for a thread that the system has put aside (`vector.h`). Steps of few
+tokens come again and again in the same shapes: their recordings are kept, on inputs that stay where they are, and cost
+no more Python than copying the inputs there.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import ctypes
 import logging
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.metadata import AttentionMetadata, DecodeMetadata
+from attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from attention.native import Recording, call
 from workers.inputs import StepInputs
 from workers.kernels import Kernels
 
 logger = logging.getLogger("quadriga.worker")
 
-MOST_ROWS = 64  # with more, noting the calls takes little beside carrying them out
+MOST_TOKENS = 256  # with more, noting the calls takes little beside carrying them out
+MOST_KEPT = 160  # recordings, of some 50 KiB each
 _ALIGNMENT = 64
 
 Compute = Callable[[StepInputs], torch.Tensor]
@@ -51,6 +53,8 @@ class Pool:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
+        if self._keeps:  # few sizes, so that steps that grow little by little do not each leave memory behind
+            size = 1 << (size - 1).bit_length() if size > 1 else 1
         free = [i for i, count in enumerate(_references(self._arrays)) if count == _UNUSED]
         fitting = [i for i in free if len(self._arrays[i]) >= size]
         if fitting:
@@ -74,9 +78,19 @@ class Pool:
         return addresses.index(tensor.data_ptr())
 
 
+class _Kind(NamedTuple):
+    """What steps have in common that one recording serves."""
+
+    compute: Compute
+    tokens: int
+    chunks: int
+    decodes: int
+    sampled: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A recorded decode step. inputs stay where they are; the result's place in the pool, shape and dtype."""
+    """A recorded step. inputs stay where they are; the result's place in the pool, shape and dtype."""
 
     inputs: StepInputs
     recording: Recording
@@ -90,25 +104,28 @@ class Replay:
     def __init__(self, kernels: Kernels, max_blocks: int) -> None:
         self._kernels, self._max_blocks = kernels, max_blocks
         self._lasting, self._passing = Pool(keeps=True), Pool(keeps=False)
-        self._kept: dict[int, _Kept] = {}
+        self._kept: OrderedDict[_Kind, _Kept] = OrderedDict()  # the longest unused first
         self._watched: set[bool] = set()
 
     def run(self, compute: Compute, inputs: StepInputs) -> tuple[torch.Tensor, int]:
         """compute(inputs), and the status of its kernels. The result is good until the next run.
 
-        compute: the same function for all steps of decodes alone. Raises NotRecordable.
+        Raises NotRecordable.
         """
-        rows = len(inputs.token_ids)
-        if inputs.metadata.prefill is not None or rows > MOST_ROWS:
+        kind = _kind(compute, inputs)
+        if kind.tokens > MOST_TOKENS:
             result, recording = self._record(compute, inputs, self._passing)
             return result, self._carry_out(recording, recording.arrays())
-        if rows not in self._kept:
+        if kind not in self._kept:
+            if len(self._kept) == MOST_KEPT:
+                self._kept.popitem(last=False)
             lasting = _lasting(inputs, self._max_blocks)
             result, recording = self._record(compute, lasting, self._lasting)
             place = (self._lasting.index(result), result.shape, result.dtype)
-            self._kept[rows] = _Kept(lasting, recording, recording.arrays(), place)
+            self._kept[kind] = _Kept(lasting, recording, recording.arrays(), place)
             del result
-        kept = self._kept[rows]
+        self._kept.move_to_end(kind)
+        kept = self._kept[kind]
         _copy(inputs, kept.inputs)
         status = self._carry_out(kept.recording, kept.arrays)
         return self._lasting.tensor(*kept.result), status
@@ -158,28 +175,58 @@ def _references(arrays: list[np.ndarray]) -> list[int]:
 _UNUSED = _references([np.empty(1)])[0]
 
 
+def _kind(compute: Compute, inputs: StepInputs) -> _Kind:
+    prefill, decode = inputs.metadata.prefill, inputs.metadata.decode
+    return _Kind(
+        compute=compute,
+        tokens=len(inputs.token_ids),
+        chunks=len(prefill.query_lens) if prefill else 0,
+        decodes=decode.num_tokens if decode else 0,
+        sampled=len(inputs.sampled_tokens),
+    )
+
+
 def _lasting(inputs: StepInputs, max_blocks: int) -> StepInputs:
-    """Room for the inputs of any decode step of as many rows."""
-    decode = inputs.metadata.decode
-    rows, width = decode.block_table.shape
-    blocks = torch.zeros((rows, max(width, max_blocks)), dtype=torch.int32)
-    part = DecodeMetadata(torch.empty_like(decode.context_lens), blocks, decode.max_seq_len)
+    """Room for the inputs of any step of the same kind. The lengths that the host knows are this step's."""
+    prefill, decode = inputs.metadata.prefill, inputs.metadata.decode
+    if prefill:
+        prefill = PrefillMetadata(
+            torch.empty_like(prefill.query_start_loc),
+            torch.empty_like(prefill.context_lens),
+            _widened(prefill.block_table, max_blocks),
+            prefill.query_lens,
+            prefill.seq_lens,
+        )
+    if decode:
+        blocks = _widened(decode.block_table, max_blocks)
+        decode = DecodeMetadata(torch.empty_like(decode.context_lens), blocks, decode.max_seq_len)
     slots = torch.empty_like(inputs.metadata.slot_mapping)
     return replace(
         inputs,
         token_ids=torch.empty_like(inputs.token_ids),
         positions=torch.empty_like(inputs.positions),
-        metadata=AttentionMetadata(slots, inputs.metadata.block_size, None, part),
+        metadata=AttentionMetadata(slots, inputs.metadata.block_size, prefill, decode),
+        sampled_tokens=torch.empty_like(inputs.sampled_tokens),
     )
+
+
+def _widened(block_table: torch.Tensor, max_blocks: int) -> torch.Tensor:
+    rows, width = block_table.shape
+    return torch.zeros((rows, max(width, max_blocks)), dtype=torch.int32)
 
 
 def _copy(inputs: StepInputs, to: StepInputs) -> None:
     to.token_ids.copy_(inputs.token_ids)
     to.positions.copy_(inputs.positions)
+    to.sampled_tokens.copy_(inputs.sampled_tokens)
     to.metadata.slot_mapping.copy_(inputs.metadata.slot_mapping)
-    decode, room = inputs.metadata.decode, to.metadata.decode
-    room.context_lens.copy_(decode.context_lens)
-    room.block_table[:, : decode.block_table.shape[1]] = decode.block_table
+    prefill = inputs.metadata.prefill
+    if prefill:
+        to.metadata.prefill.query_start_loc.copy_(prefill.query_start_loc)
+    for part, room in ((prefill, to.metadata.prefill), (inputs.metadata.decode, to.metadata.decode)):
+        if part:
+            room.context_lens.copy_(part.context_lens)
+            room.block_table[:, : part.block_table.shape[1]] = part.block_table
 
 
 def _aligned(size: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.workers.compiled import kernels_or_skip
 from workers.architecture import read_architecture
 from workers.inputs import StepInputs
-from workers.replay import MOST_ROWS, NotRecordable, Pool, Replay
+from workers.replay import MOST_TOKENS, NotRecordable, Pool, Replay
 from workers.runner import ModelRunner
 from workers.spec import WorkerSpec
 
@@ -97,6 +97,41 @@ def decodes(contexts: list[int], seed: int) -> StepInputs:
     return StepInputs(tokens, positions, metadata, rows, rows.numpy(), positions.numpy())
 
 
+def mixed(contexts: list[int], chunks: dict[int, tuple[int, int]], sampled: list[bool], seed: int) -> StepInputs:
+    """Chunks {row: (start, length)}, those that are `sampled` yield a token, and one more token for the first rows."""
+    decode = decodes(contexts, seed)
+    generator = torch.Generator().manual_seed(seed)
+    lengths, ends = [length for _, length in chunks.values()], [start + length for start, length in chunks.values()]
+    positions = torch.cat([torch.arange(start, start + length) for start, length in chunks.values()])
+    rows = torch.tensor(list(chunks)).repeat_interleave(torch.tensor(lengths))
+    stops = torch.tensor(lengths).cumsum(0)
+    width = -(-max(ends) // BLOCK)
+    blocks = torch.tensor(list(chunks))[:, None] * WIDTH + torch.arange(width)
+    part = PrefillMetadata(
+        torch.cat((torch.zeros(1), stops)).int(), torch.tensor(ends).int(), blocks.int(), lengths, ends
+    )
+    slots = torch.cat((rows * WIDTH * BLOCK + positions, decode.metadata.slot_mapping))
+    total = int(stops[-1])
+    picked = torch.cat((stops[torch.tensor(sampled)] - 1, total + torch.arange(len(contexts))))
+    return StepInputs(
+        token_ids=torch.cat((torch.randint(300, (total,), generator=generator), decode.token_ids)),
+        positions=torch.cat((positions, decode.positions)),
+        metadata=AttentionMetadata(slots, BLOCK, part, decode.metadata.decode),
+        sampled_tokens=picked,
+        sampled_rows=picked.numpy(),
+        next_positions=picked.numpy(),
+    )
+
+
+MIXED = [  # of three kinds; those of one kind differ in lengths, starts and which chunk is sampled
+    mixed([8, 4], {4: (0, 5), 5: (0, 9)}, [False, False], 1),
+    mixed([9, 5], {4: (5, 9), 5: (9, 5)}, [False, False], 2),
+    mixed([10, 6], {6: (0, 3), 7: (0, 11)}, [True, False], 3),
+    mixed([11, 7], {4: (14, 8), 5: (14, 6)}, [False, True], 4),
+    mixed([12, 8], {7: (11, 13)}, [True], 5),
+]
+
+
 def steps(runner: ModelRunner, replayed: bool) -> list[torch.Tensor]:
     """Logits of a prefill step and of decode steps whose contexts and numbers of rows come and go."""
     compute = runner._compute if replayed else lambda function, inputs: function(inputs)
@@ -115,7 +150,7 @@ def test_replayed_steps_are_the_same_to_the_bit(folder: Path, dtype: str, count:
     with threads(count):
         replaying = runner(folder, TensorParallelGroup(), dtype)
         results = steps(replaying, replayed=True)
-        assert set(replaying.replay._kept) == {2, 3, 4}
+        assert {kind.decodes for kind in replaying.replay._kept} == {0, 2, 3, 4}
         for result, wanted in zip(results, steps(runner(folder, TensorParallelGroup(), dtype), False), strict=True):
             assert not result.isnan().any()
             assert torch.equal(result, wanted)
@@ -127,11 +162,39 @@ def test_replayed_steps_of_integer_weights_are_the_same_to_the_bit(folder: Path,
     with threads(count):
         replaying = runner(folder, TensorParallelGroup(), "bfloat16", quantization)
         results = steps(replaying, replayed=True)
-        assert set(replaying.replay._kept) == {2, 3, 4}
+        assert {kind.decodes for kind in replaying.replay._kept} == {0, 2, 3, 4}
         plain = runner(folder, TensorParallelGroup(), "bfloat16", quantization)
         for result, wanted in zip(results, steps(plain, False), strict=True):
             assert not result.isnan().any()
             assert torch.equal(result, wanted)
+
+
+def test_mixed_steps_of_one_kind_share_a_recording(folder: Path) -> None:
+    def logits(runner: ModelRunner, replayed: bool) -> list[torch.Tensor]:
+        compute = runner._compute if replayed else lambda function, inputs: function(inputs)
+        with torch.inference_mode():
+            compute(runner._logits, prompts([7, 3, 9, 5]))
+            # Each twice: recorded the first time, at the latest, and carried out again.
+            return [compute(runner._logits, inputs).clone() for inputs in [*MIXED, *MIXED]]
+
+    replaying = runner(folder, TensorParallelGroup())
+    results = logits(replaying, True)
+    kinds = [kind for kind in replaying.replay._kept if kind.chunks and kind.decodes]
+    assert sorted((kind.tokens, kind.chunks, kind.sampled) for kind in kinds) == [(15, 1, 3), (16, 2, 2), (16, 2, 3)]
+    for result, wanted in zip(results, logits(runner(folder, TensorParallelGroup()), False), strict=True):
+        assert torch.equal(result, wanted)
+
+
+def test_the_longest_unused_recording_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.replay.MOST_KEPT", 2)
+    replay = Replay(KERNELS, WIDTH)
+
+    def compute(inputs: StepInputs) -> torch.Tensor:
+        return empty((len(inputs.token_ids),), torch.float32)
+
+    for count in (1, 2, 1, 3):
+        assert len(replay.run(compute, decodes([5] * count, 0))[0]) == count
+    assert [kind.decodes for kind in replay._kept] == [1, 3]
 
 
 def test_ranks_replay_their_sums_too(folder: Path) -> None:
@@ -150,10 +213,12 @@ def test_a_step_that_does_more_than_call_kernels_is_refused() -> None:
         Replay(KERNELS, WIDTH).run(compute, decodes([5], 0))
 
 
-def test_many_rows_are_not_kept(folder: Path) -> None:
+def test_many_tokens_are_not_kept(folder: Path) -> None:
     replay = Replay(KERNELS, WIDTH)
-    result, status = replay.run(lambda inputs: empty((len(inputs.token_ids),), torch.float32), decodes([5] * 65, 0))
-    assert len(result) > MOST_ROWS
+    result, status = replay.run(
+        lambda inputs: empty((len(inputs.token_ids),), torch.float32), decodes([5] * (MOST_TOKENS + 1), 0)
+    )
+    assert len(result) == MOST_TOKENS + 1
     assert status == 0
     assert not replay._kept
 
