@@ -92,10 +92,15 @@ static inline floats load(const fp16* p) {
 
 static inline void store(float* p, floats v) { memcpy(p, &v, sizeof v); }
 static inline void store(bf16* p, floats v) {  // to nearest, ties to even
+#if defined(BF16_PAIRS)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);  // makes zeros of subnormal numbers
+    memcpy(p, &rounded, sizeof rounded);
+#else
     words u = (words)v, number = (words)(v == v);
     words rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
     halves h = __builtin_convertvector((rounded & number) | (0x7fc0 & ~number), halves);
     memcpy(p, &h, sizeof h);
+#endif
 }
 static inline fp16 to_fp16(float x) {
     uint32_t u;

@@ -139,9 +139,11 @@ def main() -> int:
                 else:
                     tally.differences.append(f"the service has ended:\n{service.log()[-2000:]}")
         finally:
-            if args.keep_logs:
-                service.copy_logs(Path(args.keep_logs))
-            service.kill()
+            try:
+                if args.keep_logs:
+                    service.copy_logs(Path(args.keep_logs))
+            finally:
+                service.kill()
     if args.plot:
         draw(tally, began, ended, args.plot)
     for trouble in (*tally.differences[:20], *tally.leaks):

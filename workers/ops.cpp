@@ -1,9 +1,12 @@
 // The small operations between the large ones.
 #include "../attention/vector.h"
 
-constexpr int64_t SMALL = 1 << 15;  // numbers; below, waking a second thread costs more than it brings
+// Numbers; below, a second thread costs more than it brings: to wake it, or in a team, whose threads are awake, to wait for.
+constexpr int64_t SMALL = 1 << 15, SMALL_IN_TEAM = 1 << 12;
 
-static int64_t threads_for(int64_t threads, int64_t numbers) { return numbers < SMALL ? 1 : threads; }
+static int64_t threads_for(const Member* member, int64_t threads, int64_t numbers) {
+    return numbers < (member ? SMALL_IN_TEAM : SMALL) ? 1 : threads;
+}
 
 // Root mean square normalisation of rows of `size` numbers: `inner` rows lie side by side, `outer` groups of them lie
 // `stride` numbers apart. With `delta`, x becomes x + delta first (then inner is 1 and rows are dense).
@@ -35,7 +38,7 @@ EXPORT int64_t quadriga_norm(const int64_t* arguments, Member* member) {
     memcpy(&eps, &n.eps_bits, sizeof eps);
     with_format(n.format, [&](auto number) {
         using T = decltype(number);
-        const int64_t threads = threads_for(n.threads, n.outer * n.inner * n.size);
+        const int64_t threads = threads_for(member, n.threads, n.outer * n.inner * n.size);
         parallel_ranges(member, threads, n.outer * n.inner, [&](int64_t first, int64_t stop) {
             for (int64_t row = first; row < stop; row++) {
                 T* x = (T*)n.x + row / n.inner * n.stride + row % n.inner * n.size;
@@ -71,7 +74,7 @@ EXPORT int64_t quadriga_rotate(const int64_t* arguments, Member* member) {
     with_format(r.format, [&](auto number) {
         using T = decltype(number);
         const int64_t width = r.kv_heads * r.size;
-        const int64_t threads = threads_for(r.threads, r.tokens * r.size * (r.query_heads + 2 * r.kv_heads));
+        const int64_t threads = threads_for(member, r.threads, r.tokens * r.size * (r.query_heads + 2 * r.kv_heads));
         parallel_ranges(member, threads, r.tokens, [&](int64_t first, int64_t stop) {
             for (int64_t token = first; token < stop; token++) {
                 const T* cos = (const T*)r.cos + token * r.angle_stride;
@@ -102,7 +105,7 @@ EXPORT int64_t quadriga_gate(const int64_t* arguments, Member* member) {
     const Gate& g = *(const Gate*)arguments;
     with_format(g.format, [&](auto number) {
         using T = decltype(number);
-        parallel_ranges(member, threads_for(g.threads, g.rows * g.size), g.rows, [&](int64_t first, int64_t stop) {
+        parallel_ranges(member, threads_for(member, g.threads, g.rows * g.size), g.rows, [&](int64_t first, int64_t stop) {
             for (int64_t row = first; row < stop; row++) {
                 const T* gate = (const T*)g.gate_up + row * 2 * g.size;
                 for (int64_t i = 0; i < g.size; i += LANES) {
