@@ -50,6 +50,11 @@ class OwnerWatch:
         self._clock = AwakeClock()  # stopped for a while, this process must not take that for the owner's silence
         self._seen_at, self._heard_at = 0.0, self._clock.now()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process can be looked for from here, and is not there."""
+        return self._owner is not None and not self._owner.lives()
+
     def is_gone(self, seen_at: float) -> bool:
         """To be asked several times a second. seen_at: when its last message came, by any clock, 0 while none did."""
         now = self._clock.now()
@@ -58,7 +63,7 @@ class OwnerWatch:
         patience = self._patience if seen_at else self._patience + 2 * SILENCE_SECONDS
         if now - self._heard_at <= patience:
             return False
-        return self._owner is None or not self._owner.lives()
+        return self._owner is None or self.has_ended
 
 
 def this_machine() -> str:

@@ -1,7 +1,8 @@
 """The driver as a named, detached Ray actor, and how handles find it.
 
-Ray restarts the actor when its process dies. It then brings up its workers anew, and the handles ask again for what
-they had not got to the end. An actor that has failed beyond that (its model cannot be loaded, say) stays, to tell why.
+Ray restarts the actor when its process dies. It then brings up its workers anew, again and again for some minutes if
+need be, and the handles ask again for what they had not got to the end. An actor that has failed beyond that (its model
+cannot be loaded, say) stays, to tell why.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ logger = logging.getLogger("quadriga.service")
 
 NAMESPACE = "quadriga"
 LOOKUP_SECONDS = 5.0
+AGAIN_SECONDS = 600.0  # how long a driver that was up before tries to be so again
+PAUSE_SECONDS = 5.0  # before it tries once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +88,34 @@ class DriverActor:
     # ---- the actor's own thread
 
     def _live(self) -> None:
+        until = time.monotonic() + (AGAIN_SECONDS if self._restarted else 0.0)
+        while (error := self._start()) is not None:
+            if time.monotonic() >= until:
+                self._status.failed(error)
+                self._wait_for_owner()
+                return
+            if self._settings.owned and OwnerWatch(self._settings.owner).has_ended:
+                self._end()
+                return
+            logger.error("the driver was up before, and tries again in %d s", PAUSE_SECONDS)
+            time.sleep(PAUSE_SECONDS)  # whatever it lacks may come back: machines, memory, a file system
+        try:
+            self._watch()
+        except BaseException:
+            logger.exception("nobody watches the service any more; the driver starts again")
+            os._exit(1)
+
+    def _start(self) -> BaseException | None:
+        """What went wrong, if something did."""
         try:
             self._bring_up()
         except BaseException as error:  # whatever it is, it is to be told, and nobody else is here to do so
             logger.exception("the service could not start")
             if self._llm is not None:
                 end_anyway("the engine", self._llm.close)
-            self._status.failed(error)
-            self._wait_for_owner()
-            return
-        try:
-            self._watch()
-        except BaseException:
-            logger.exception("nobody watches the service any more; the driver starts again")
-            os._exit(1)
+                self._llm = None
+            return error
+        return None
 
     def _bring_up(self) -> None:
         from driver.llm import LLM

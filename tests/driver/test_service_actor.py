@@ -89,7 +89,7 @@ def driver(killed: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     found._settings = ServiceSettings("llm", owner=OwnerProcess.this())
     found._port = FakePort()
     found._llm = SimpleNamespace(failure=None, close=fail)
-    found._stopping, found._status = threading.Lock(), StartStatus()
+    found._stopping, found._status, found._restarted = threading.Lock(), StartStatus(), False
     monkeypatch.setattr(found, "_bring_up", lambda: found._status.now.update(state=READY))
     return found
 
@@ -167,6 +167,47 @@ def test_a_start_that_fails_is_told_though_its_clean_up_fails(driver: Any, monke
     assert driver._status.now["state"] == FAILED
     assert driver._status.now["error"] == "a damaged file"
     assert ended == [True]
+
+
+@pytest.fixture
+def restarted(driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver that Ray has started again, and whose first two attempts to come up fail."""
+    driver._restarted, driver.attempts = True, []
+    monkeypatch.setattr(service_actor, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(driver, "_watch", lambda: None)
+
+    def bring_up() -> None:
+        driver.attempts.append(driver._llm)
+        if len(driver.attempts) < 3:
+            driver._llm = SimpleNamespace(failure=None, close=fail)
+            raise RuntimeError("no place for rank 1")
+        driver._status.now.update(state=READY)
+
+    monkeypatch.setattr(driver, "_bring_up", bring_up)
+    return driver
+
+
+def test_a_driver_that_was_up_before_tries_again(restarted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner_is(monkeypatch, dead=False)
+    restarted._live()
+    assert restarted._status.state == READY
+    assert restarted.attempts[1:] == [None, None]
+
+
+def test_a_driver_that_tries_again_ends_with_its_owner(
+    restarted: Any, killed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_is(monkeypatch, dead=True)
+    restarted._live()
+    assert len(restarted.attempts) == 1
+    assert killed == ["me"]
+
+
+def test_a_driver_that_was_up_before_gives_up_at_last(restarted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_actor, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(restarted, "_wait_for_owner", lambda: None)
+    restarted._live()
+    assert restarted._status.now["error"] == "no place for rank 1"
 
 
 def test_a_watch_that_fails_starts_the_driver_again(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
