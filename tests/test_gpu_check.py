@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where kernels lie that are compiled already
 PARTS = ("backends", "tokens", "graphs", "linears", "shards", "timings", "serving", "peers")
 
 
@@ -17,6 +19,7 @@ PARTS = ("backends", "tokens", "graphs", "linears", "shards", "timings", "servin
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     out = tmp_path_factory.mktemp("gpu-check")
     environment = {"PATH": "/usr/bin:/bin", "OUT": str(out), "PYTHON": sys.executable, "HOME": str(out)}
+    environment["XDG_CACHE_HOME"] = CACHE
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--cpu"]
     done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=120)
     return done, out
@@ -57,6 +60,7 @@ def test_torch_and_numpy_are_enough(tmp_path: Path) -> None:
     )
     command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--cpu", "--out", str(tmp_path / "out")]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}", "HOME": str(tmp_path)}
+    environment["XDG_CACHE_HOME"] = CACHE
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
