@@ -311,26 +311,31 @@ private:
             const int64_t position = position_of(unit, r);
             const int64_t from = a.window ? position - a.window + 1 : 0, to = std::min(position + 1, unit.end_key);
             float* scores = memory.scores.data() + r * KEYS;
+            const bool all_seen = from <= first && first + KEYS <= to;
             floats best = spread(-INFINITY);
             for (int64_t j = 0; j < KEYS; j += LANES) {
-                const floats hidden = spread(-INFINITY);
-                ints key = (ints)lane_numbers() + (int32_t)(first + j);
-                ints seen = (key >= (int32_t)from) & (key < (int32_t)to);
-                floats scaled = seen ? load(scores + j) * scale : hidden;
+                floats scaled = load(scores + j) * scale;
+                if (!all_seen) {
+                    const ints key = (ints)lane_numbers() + (int32_t)(first + j);
+                    const ints seen = (key >= (int32_t)from) & (key < (int32_t)to);
+                    scaled = seen ? scaled : spread(-INFINITY);
+                }
                 store(scores + j, scaled);
                 best = larger(scaled, best);
             }
             const float top = std::max(memory.top[r], largest(best));
             // A row that has seen no key yet: all its weights are zero, and -inf - -inf must not be asked for.
             const float base = top == -INFINITY ? 0.f : top;
-            const float fade = exponential(spread(memory.top[r] - base))[0];
             floats total = {};
-            for (int64_t j = 0; j < KEYS; j += LANES) {
+            for (int64_t j = 0; j < KEYS; j += LANES)
                 total += store_weights(scores, j, exponential(load(scores + j) - base));
+            if (memory.top[r] != top) {
+                const float fade = exponential(spread(memory.top[r] - base))[0];
+                memory.total[r] *= fade;
+                scale_row(memory.sums.data() + r * padded, fade);
             }
-            memory.total[r] = memory.total[r] * fade + sum(total);
+            memory.total[r] += sum(total);
             memory.top[r] = top;
-            if (fade != 1.f) scale_row(memory.sums.data() + r * padded, fade);
         }
     }
 
