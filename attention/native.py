@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from attention.locks import LockTimeout, only_one
+
 logger = logging.getLogger("quadriga.attention")
 
 SWITCH = "QUADRIGA_KERNELS"
@@ -54,7 +56,7 @@ def load_library(*sources: Path) -> ctypes.CDLL:
     )
     path = _cache_folder() / f"kernels-{_fingerprint([*sources, *headers], compiler, runtime)}.so"
     if not _is_sound(path):
-        _build(sources, compiler, runtime, path)
+        _build_once(sources, compiler, runtime, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -178,11 +180,22 @@ def _is_sound(path: Path) -> bool:
     return owner == os.geteuid() and hashlib.sha256(body).digest() == digest
 
 
-def _build(sources: Sequence[Path], compiler: str, runtime: Path, path: Path) -> None:
-    """Compiles to a name of its own and renames it: several ranks may build at once, and each sees a whole file."""
-    began = time.perf_counter()
+def _build_once(sources: Sequence[Path], compiler: str, runtime: Path, path: Path) -> None:
+    """Of all ranks on a machine that need it, one builds and the others wait."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with only_one(path.with_suffix(".lock"), _BUILD_SECONDS, f"compiling {path.name}"):
+            if not _is_sound(path):
+                logger.info("compiling %s, once", ", ".join(source.name for source in sources))
+                _build(sources, compiler, runtime, path)
+    except (OSError, LockTimeout) as error:
+        raise NativeError(f"cannot build {path}: {error}") from error
+
+
+def _build(sources: Sequence[Path], compiler: str, runtime: Path, path: Path) -> None:
+    """Compiles to a name of its own and renames it: whoever looks sees a whole file."""
+    began = time.perf_counter()
+    try:
         with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as folder:
             built = Path(folder) / "kernels.so"
             command = [compiler, *_FLAGS, "-shared", *map(str, sources), str(runtime), "-o", str(built)]

@@ -50,7 +50,7 @@ class Intake:
         room = self._room(token_ids, params)
         if params.stop and self.model.tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer, and this model folder has none")
-        _check_biases(params, vocab_size)
+        _check_ids(params, vocab_size)
         default = max(DEFAULT_MAX_TOKENS, params.min_tokens)
         max_tokens = params.max_tokens or min(room, self._cache_room(len(token_ids)), default)
         if params.min_tokens > max_tokens:
@@ -119,10 +119,13 @@ class Intake:
         return self.model.max_model_len if self.kv_tokens is None else max(1, self.kv_tokens + 1 - num_prompt)
 
 
-def _check_biases(params: SamplingParams, vocab_size: int) -> None:
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
     for token_id in params.logit_bias or ():
         if token_id >= vocab_size:
             raise InvalidRequest(f"logit_bias token id {token_id} is outside the vocabulary of {vocab_size}")
+    for token_id in params.stop_token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequest(f"stop_token_ids entry {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:

@@ -18,6 +18,7 @@ from scheduler.params import (
     MAX_LOGPROBS,
     MAX_PENALTY,
     MAX_PRIORITY,
+    MAX_STOP_TOKENS,
     MAX_TEMPERATURE,
     SEED_MAX,
     SEED_MIN,
@@ -193,7 +194,7 @@ class GenerationBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=SEED_MIN, le=SEED_MAX)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -30,6 +31,7 @@ LOOPBACK = "127.0.0.1"
 LEAVE_SECONDS = 3.0  # what a rank gets to end its step when another is lost; it then is as good as lost itself
 SILENT_SECONDS = 20.0  # after a loss: what a rank that joins again or loads may leave calls beside that unanswered
 BLAME_SECONDS = 2.0  # what is waited for the rank that the first one to fail complains of
+POLITE_SECONDS = 2.0  # what ranks get to end by themselves when the engine closes
 TICK_SECONDS, ANSWER_SECONDS = 0.3, 0.5
 
 
@@ -53,6 +55,7 @@ class Ranks:
         self._cluster, self._device, self._timeout = cluster, device, timeout_seconds
         self._specs = list(specs)
         self.closing = threading.Event()
+        self._node_ip = ray.util.get_node_ip_address()
         self._silent_seconds = timeout_seconds  # a first import of torch may hold up a process for long
         self._group: PlacementGroup | None = self._place(group_name)
         self._places: list[WorkerPlace | None] = [None] * len(specs)
@@ -116,8 +119,13 @@ class Ranks:
         return [_text(answer) if answer in answered else None for answer in asked]
 
     def close(self) -> None:
-        for rank in range(len(self.actors)):
-            end_anyway(f"rank {rank}", functools.partial(self._kill, rank))
+        processes = [self._process(rank) for rank in range(len(self.actors))]
+        for rank, actor in enumerate(self.actors):
+            # Asked by Ray to end, a rank is not taken for one that has crashed.
+            end_anyway(f"rank {rank}", functools.partial(ray.kill, actor))
+        _, left = psutil.wait_procs([process for process in processes if process], timeout=POLITE_SECONDS)
+        for process in left:  # one that is stopped does not hear Ray
+            end_anyway(f"process {process.pid}", process.kill)
         self.actors = []
         group, self._group = self._group, None
         if group is not None:
@@ -159,16 +167,24 @@ class Ranks:
         return ray.remote(**options)(WorkerActor).options(scheduling_strategy=strategy).remote(self._specs[rank])
 
     def _kill(self, rank: int) -> None:
-        place = self._places[rank]
+        process = self._process(rank)
         self._places[rank] = None
-        if place is not None and place.node_ip == ray.util.get_node_ip_address():
-            try:
-                process = psutil.Process(place.pid)
-                if process.cmdline()[0].startswith("ray::WorkerActor"):  # and not who has its number by now
-                    process.kill()  # Ray asks politely first, which one that is stopped does not hear
-            except (psutil.Error, IndexError):
-                logger.debug("rank %d has ended already", rank)
+        if process is not None:
+            with contextlib.suppress(psutil.Error):  # it has ended already
+                process.kill()  # Ray asks politely first, which one that is stopped does not hear
         ray.kill(self.actors[rank])
+
+    def _process(self, rank: int) -> psutil.Process | None:
+        """A rank's process, if it is one of this machine and there."""
+        place = self._places[rank]
+        if place is None or place.node_ip != self._node_ip:
+            return None
+        try:
+            process = psutil.Process(place.pid)
+            # And not who has its number by now.
+            return process if process.cmdline()[0].startswith("ray::WorkerActor") else None
+        except (psutil.Error, IndexError):
+            return None
 
     def _all(
         self, refs: list[Any], deadline: float | None, what: str, meanwhile: Callable[[], None] | None = None

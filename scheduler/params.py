@@ -13,6 +13,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 MAX_TEMPERATURE = 1000.0
 MAX_COUNT = 2**31 - 1  # counts travel to the workers in 32 bits
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKENS = 1024
 MAX_PRIORITY = 100
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
@@ -35,7 +36,7 @@ class SamplingParams:
     min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
     seed: the same seed gives the same tokens whatever else runs; None draws a fresh one.
     stop: strings that end the text; they are cut from it.
-    stop_token_ids: further token ids that end the request, like the model's own end tokens.
+    stop_token_ids: further token ids that end the request, like the model's own end tokens; 1,024 at most.
     ignore_eos: go on after the model's end tokens.
     priority: lower is served first where the engine's policy is `priority`; between -100 and 100.
     cache_salt: requests share cached prefixes only with those of the same salt, so that none can probe another's.
@@ -145,6 +146,8 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     items = value if value is not None else ()
     if not isinstance(items, list | tuple):
         raise InvalidRequest(f"{name} must be a list of token ids, got {value!r}")
+    if len(items) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"{name} may hold at most {MAX_STOP_TOKENS} token ids, got {len(items)}")
     for item in items:
         _integer(f"{name} entry", item, low=0, high=MAX_COUNT)
     return tuple(items)

@@ -6,17 +6,15 @@ the dtype to run in.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
-from typing import IO
 
+from attention.locks import LockTimeout, only_one
 from workers.gguf_header import HeaderError, read_header
 
 logger = logging.getLogger("quadriga.gguf")
@@ -50,35 +48,13 @@ def converted_folder(path: Path) -> Path:
         return made
     folder = root / f"{path.stem}-{key}"
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / f".{key}.lock", "a+") as lock:
-        _wait_for(lock, path)
-        if not folder.is_dir():
-            _convert(path, folder)
+    try:
+        with only_one(root / f".{key}.lock", LOCK_SECONDS, f"converting {path}"):
+            if not folder.is_dir():
+                _convert(path, folder)
+    except LockTimeout as error:
+        raise ConversionError(str(error)) from None
     return folder
-
-
-def _wait_for(lock: IO[str], path: Path) -> None:
-    """Takes the lock. Raises ConversionError when another process has it for too long."""
-    deadline, said = time.monotonic() + LOCK_SECONDS, False
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read() or "?"
-            if time.monotonic() > deadline:
-                raise ConversionError(
-                    f"process {holder} has been converting {path} for more than {LOCK_SECONDS:g} s; end it if it hangs"
-                ) from None
-            if not said:
-                logger.info("waiting for process %s, which converts %s", holder, path.name)
-            said = True
-            time.sleep(0.1)
-        else:
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
-            return
 
 
 def _fingerprint(path: Path) -> str:

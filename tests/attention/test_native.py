@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from attention.backend import BackendError, HeadLayout, make_backend
+from attention.locks import only_one
 from attention.native import NativeError, call, function, load_library
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) long answer(const long* a, void*) { return a[0] + NUMBER; }'
@@ -51,7 +52,7 @@ def answer(source: Path) -> int:
 
 
 def libraries(cache: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    return {path: path.stat().st_mtime_ns for path in cache.glob("*.so")}
 
 
 def test_a_second_process_takes_what_the_first_has_built(source: Path, cache: Path) -> None:
@@ -72,11 +73,11 @@ def test_another_source_is_another_library(source: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
 def test_a_damaged_file_is_built_anew(source: Path, cache: Path, damage: str) -> None:
-    before = set(cache.iterdir())
+    before = set(cache.glob("*.so"))
     # In a process of its own, because this one could not unload the library it would damage.
     call = [sys.executable, "-c", f"from attention.native import *; load_library(Path({str(source)!r}))"]
     subprocess.run(call, check=True)
-    (path,) = set(cache.iterdir()) - before
+    (path,) = set(cache.glob("*.so")) - before
     content = path.read_bytes()
     damaged = {"empty": b"", "cut": content[:-3000], "flipped": content[:5000] + b"\xff" + content[5001:]}[damage]
     assert damaged != content
@@ -86,10 +87,29 @@ def test_a_damaged_file_is_built_anew(source: Path, cache: Path, damage: str) ->
     assert path.read_bytes() == content
 
 
-def test_ranks_may_build_at_the_same_time(source: Path, cache: Path) -> None:
+def test_of_ranks_that_need_it_at_the_same_time_one_builds(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, runs = tmp_path / "compiler", tmp_path / "runs"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) echo run >> {runs};; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert list(pool.map(answer, [source] * 8)) == [42] * 8
-    assert all(path.suffix == ".so" for path in cache.iterdir())
+    assert {path.suffix for path in cache.iterdir()} == {".so", ".lock"}
+    assert runs.read_text() == "run\n"
+
+
+def test_a_process_that_compiles_for_ever_is_not_waited_for(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attention.native._BUILD_SECONDS", 0.3)
+    monkeypatch.setattr("attention.native._find_compiler", lambda: "true")  # which answers in time
+    path = cache / "kernels-x.so"
+    with only_one(path.with_suffix(".lock"), 1, "standing still"):
+        monkeypatch.setattr("attention.native._fingerprint", lambda *_: "x")
+        with pytest.raises(NativeError, match=f"process {os.getpid()} has been compiling {path.name} for more than"):
+            load_library(source)
 
 
 def test_what_the_compiler_says_is_passed_on(source: Path) -> None:

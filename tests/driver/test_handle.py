@@ -65,6 +65,7 @@ def test_log_probabilities_come_as_from_the_model_itself(llm: LLM, client: Clien
     ("fields", "reason"),
     [
         ({"logit_bias": {301: 1}}, "logit_bias token id 301 is outside the vocabulary of 301"),
+        ({"stop_token_ids": [300, 301]}, "stop_token_ids entry 301 is outside the vocabulary of 301"),
         ({"min_tokens": 1000}, "min_tokens 1000 is more than the"),
         ({"guide": {"regex": "a"}}, "guide's regex cannot be used: the model names no end token"),
     ],

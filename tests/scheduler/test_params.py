@@ -13,6 +13,7 @@ from scheduler.guide import MAX_CHOICES, MAX_GUIDE_CHARACTERS, Guide
 from scheduler.params import (
     MAX_BIASED_TOKENS,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     SEED_MAX,
     SEED_MIN,
     InvalidRequest,
@@ -66,6 +67,7 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("stop_token_ids", [-1], ("-1", "between 0 and")),
     ("stop_token_ids", [1, True], ("True", "an integer")),
     ("stop_token_ids", [1.0], ("1.0", "an integer")),
+    ("stop_token_ids", [5] * (MAX_STOP_TOKENS + 1), (str(MAX_STOP_TOKENS), str(MAX_STOP_TOKENS + 1))),
     ("stop_token_ids", 5, ("got 5", "list of token ids")),
     ("stop_token_ids", "5", ("'5'", "list of token ids")),
     ("ignore_eos", 1, ("got 1", "true or false")),
@@ -143,6 +145,7 @@ ALLOWED: list[tuple[str, Any]] = [
     ("stop", ("\n", "###")),
     ("stop", ("x",) * MAX_STOP_STRINGS),
     ("stop_token_ids", (0, 5)),
+    ("stop_token_ids", tuple(range(MAX_STOP_TOKENS))),
     ("ignore_eos", True),
     ("priority", -100),
     ("cache_salt", "tenant"),
