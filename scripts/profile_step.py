@@ -5,7 +5,7 @@
 
 Steps of several kinds are computed in one go, as they are in service, and in turn with that kernel by kernel, each
 timed by itself. The limit of linears is the time to read their weights, or that of their products at the measured
-matrix speed if it is longer; that of attention the time to read the contexts' keys and values. `outside` is what a step
+matrix speed if it is longer; that of attention likewise, with the contexts' keys and values. `outside` is what a step
 takes besides its kernels: the plan, inputs, sampling. Prints one JSON object a kind of step, in milliseconds; medians
 of --repeats.
 """
@@ -37,7 +37,7 @@ from scheduler.scheduler import Scheduler
 from workers.replay import Replay
 from workers.worker import Worker
 
-CONTEXT = 300
+CONTEXT, PROMPT = 300, 1024  # tokens behind each stream; of the prompt whose chunks are computed
 KINDS = {  # streams that decode, tokens of a prompt's chunk
     "1 decode": (1, 0),
     "8 decodes": (8, 0),
@@ -102,7 +102,7 @@ class Steps:
         for warm in [True, *[False] * repeats]:
             for one_by_one in (False, True):
                 if chunk and not any(request.scheduled < request.num_prompt for request in self._scheduler.running):
-                    self._add(max(chunk, 1024 // chunk * chunk), 1)
+                    self._add(max(chunk, PROMPT // chunk * chunk), 1)
                 replay.times = defaultdict(float) if one_by_one else None
                 step = self._step()
                 if one_by_one and not warm:
@@ -137,9 +137,13 @@ def limits_of(steps: Steps, decodes: int, chunk: int, bytes_per_s: float, flop_p
     sampled = decodes + (1 if chunk else 0)
     products = 2 * ((count_parameters(arch) - head) * rows + head * sampled)
     cached = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * 2
+    pairs = decodes * CONTEXT + chunk * PROMPT / 2
+    scored = 4 * arch.num_layers * arch.num_q_heads * arch.head_dim * pairs
     return {
         "linears": max(steps.ready.weight_bytes / bytes_per_s, products / flop_per_s),
-        "attention": (decodes * CONTEXT + (512 if chunk else 0)) * cached / bytes_per_s,
+        "attention": max(
+            (decodes * CONTEXT + (PROMPT / 2 if chunk else 0)) * cached / bytes_per_s, scored / flop_per_s
+        ),
     }
 
 

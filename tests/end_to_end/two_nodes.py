@@ -6,7 +6,9 @@ FOLDER: short, for Ray's files. Then what the head is to have and, after a slash
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
@@ -21,6 +23,9 @@ def settings(words: list[str]) -> dict[str, int | str]:
 def main() -> None:
     folder, *words = sys.argv[1:]
     slash = words.index("/")
+    # Where Ray notes the newest cluster of this machine: not in a folder of everybody's, which need not be there.
+    os.environ["RAY_TMPDIR"] = folder
+    (Path(folder) / "ray").mkdir()
     common = {"temp_dir": folder, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster()
     try:
