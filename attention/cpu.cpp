@@ -173,7 +173,7 @@ private:
     void compute(const Unit& unit, const Unit& next) {
         static thread_local Memory memory;
         const int64_t rows = rows_of(unit);
-        float* query = scratch(memory.query, rows * padded);
+        scratch(memory.query, rows * padded);
         float* sums = scratch(memory.sums, rows * padded);
         float* top = scratch(memory.top, rows);
         float* total = scratch(memory.total, rows);
@@ -184,8 +184,8 @@ private:
         scratch(memory.transposed, padded * KEYS);
         scratch(memory.paired, padded * KEYS / 2);
         for (int64_t r = 0; r < rows; r++) {
-            widen(query_of(unit, r), query + r * padded);
-            if (PAIRS) pad(query_of(unit, r), memory.pairs.data() + r * padded / 2);
+            PAIRS ? pad(query_of(unit, r), memory.pairs.data() + r * padded / 2)
+                  : widen(query_of(unit, r), memory.query.data() + r * padded);
         }
         scratch(memory.merged, rows * wide);
         for (int64_t r = 0; r < rows; r++) clear_span(memory.merged.data() + r * wide, padded);

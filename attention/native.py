@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from attention.locks import LockTimeout, only_one
+from attention.shared_work import cache_root, only_one
 
 logger = logging.getLogger("quadriga.attention")
 
@@ -54,7 +54,7 @@ def load_library(*sources: Path) -> ctypes.CDLL:
     headers = sorted(
         header for folder in {Path(__file__).parent, *(s.parent for s in sources)} for header in folder.glob("*.h")
     )
-    path = _cache_folder() / f"kernels-{_fingerprint([*sources, *headers], compiler, runtime)}.so"
+    path = cache_root() / "kernels" / f"kernels-{_fingerprint([*sources, *headers], compiler, runtime)}.so"
     if not _is_sound(path):
         _build_once(sources, compiler, runtime, path)
     try:
@@ -141,12 +141,6 @@ def _openmp_runtime() -> Path:
     raise NativeError("torch has loaded no OpenMP runtime that kernels could share")
 
 
-def _cache_folder() -> Path:
-    named = os.environ.get("QUADRIGA_CACHE")
-    base = Path(named).expanduser() if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return (base if named else base / "quadriga") / "kernels"
-
-
 def _fingerprint(files: Sequence[Path], compiler: str, runtime: Path) -> str:
     """What the library depends on: sources, flags, compiler, processor, and where torch's runtime lies."""
     digest = hashlib.sha256()
@@ -181,32 +175,29 @@ def _is_sound(path: Path) -> bool:
 
 
 def _build_once(sources: Sequence[Path], compiler: str, runtime: Path, path: Path) -> None:
-    """Of all ranks on a machine that need it, one builds and the others wait."""
+    """Of all ranks on a machine that need it, one builds and the others wait. Raises NativeError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with only_one(path.with_suffix(".lock"), _BUILD_SECONDS, f"compiling {path.name}"):
             if not _is_sound(path):
                 logger.info("compiling %s, once", ", ".join(source.name for source in sources))
                 _build(sources, compiler, runtime, path)
-    except (OSError, LockTimeout) as error:
+    except (OSError, subprocess.TimeoutExpired) as error:  # a lock's timeout is an OSError
         raise NativeError(f"cannot build {path}: {error}") from error
 
 
 def _build(sources: Sequence[Path], compiler: str, runtime: Path, path: Path) -> None:
     """Compiles to a name of its own and renames it: whoever looks sees a whole file."""
     began = time.perf_counter()
-    try:
-        with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as folder:
-            built = Path(folder) / "kernels.so"
-            command = [compiler, *_FLAGS, "-shared", *map(str, sources), str(runtime), "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS)
-            if done.returncode != 0:
-                raise NativeError(f"{compiler} failed: {_last_error(done.stderr)}")
-            body = built.read_bytes()
-            built.write_bytes(body + hashlib.sha256(body).digest())
-            built.replace(path)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeError(f"cannot build {path}: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as folder:
+        built = Path(folder) / "kernels.so"
+        command = [compiler, *_FLAGS, "-shared", *map(str, sources), str(runtime), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS)
+        if done.returncode != 0:
+            raise NativeError(f"{compiler} failed: {_last_error(done.stderr)}")
+        body = built.read_bytes()
+        built.write_bytes(body + hashlib.sha256(body).digest())
+        built.replace(path)
     logger.info("compiled %s in %.1f s: %s", ", ".join(s.name for s in sources), time.perf_counter() - began, path)
 
 

@@ -120,12 +120,13 @@ class Intake:
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:
-    for token_id in params.logit_bias or ():
-        if token_id >= vocab_size:
-            raise InvalidRequest(f"logit_bias token id {token_id} is outside the vocabulary of {vocab_size}")
-    for token_id in params.stop_token_ids:
-        if token_id >= vocab_size:
-            raise InvalidRequest(f"stop_token_ids entry {token_id} is outside the vocabulary of {vocab_size}")
+    for what, ids in (
+        ("logit_bias token id", params.logit_bias or ()),
+        ("stop_token_ids entry", params.stop_token_ids),
+    ):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise InvalidRequest(f"{what} {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def checked_ids(prompt: Any, vocab_size: int) -> list[int]:

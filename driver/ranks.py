@@ -125,7 +125,7 @@ class Ranks:
             end_anyway(f"rank {rank}", functools.partial(ray.kill, actor))
         _, left = psutil.wait_procs([process for process in processes if process], timeout=POLITE_SECONDS)
         for process in left:  # one that is stopped does not hear Ray
-            end_anyway(f"process {process.pid}", process.kill)
+            _end(process)
         self.actors = []
         group, self._group = self._group, None
         if group is not None:
@@ -170,8 +170,7 @@ class Ranks:
         process = self._process(rank)
         self._places[rank] = None
         if process is not None:
-            with contextlib.suppress(psutil.Error):  # it has ended already
-                process.kill()  # Ray asks politely first, which one that is stopped does not hear
+            _end(process)  # Ray asks politely first, which one that is stopped does not hear
         ray.kill(self.actors[rank])
 
     def _process(self, rank: int) -> psutil.Process | None:
@@ -231,6 +230,11 @@ class _Loading:
                 raise RankDied(f"rank {rank} has not answered for {self._silent_seconds:g} s while it was to load")
             shares.append(_share(answer) if answer in answered else 0.0)
         return min(shares)
+
+
+def _end(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):  # it has ended already
+        process.kill()
 
 
 def _failure(refs: list[Any], done: Any, what: str) -> Exception | None:

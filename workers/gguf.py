@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from attention.locks import LockTimeout, only_one
+from attention.shared_work import LockTimeout, cache_root, only_one
 from workers.gguf_header import HeaderError, read_header
 
 logger = logging.getLogger("quadriga.gguf")
@@ -26,14 +26,6 @@ _HEAD_BYTES, _SAMPLE_BYTES, _SAMPLES = 16 << 20, 64 << 10, 64
 
 class ConversionError(ValueError):
     """A GGUF file that cannot be read."""
-
-
-def cache_root() -> Path:
-    """$QUADRIGA_CACHE, else the user's cache folder."""
-    named = os.environ.get("QUADRIGA_CACHE")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "quadriga"
 
 
 def converted_folder(path: Path) -> Path:

@@ -54,7 +54,7 @@ class Pool:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
         if self._keeps:  # few sizes, so that steps that grow little by little do not each leave memory behind
-            size = 1 << (size - 1).bit_length() if size > 1 else 1
+            size = 1 << max(size - 1, 0).bit_length()
         free = [i for i, count in enumerate(_references(self._arrays)) if count == _UNUSED]
         fitting = [i for i in free if len(self._arrays[i]) >= size]
         if fitting:
@@ -133,15 +133,15 @@ class Replay:
     def _record(self, compute: Compute, inputs: StepInputs, pool: Pool) -> tuple[torch.Tensor, Recording]:
         """The first step of a kind is watched for anything that is no kernel."""
         pool.begin()
-        recording, kind = Recording(pool.allocate), inputs.metadata.prefill is None
-        if kind in self._watched:
+        recording, decodes_alone = Recording(pool.allocate), inputs.metadata.prefill is None
+        if decodes_alone in self._watched:
             with recording.record():
                 return compute(inputs), recording
         with recording.record(), _Watch() as watch:
             result = compute(inputs)
         if watch.computing:
             raise NotRecordable(", ".join(sorted(watch.computing)))
-        self._watched.add(kind)
+        self._watched.add(decodes_alone)
         return result, recording
 
     def _carry_out(self, recording: Recording, arrays: tuple[ctypes.Array, ctypes.Array]) -> int:

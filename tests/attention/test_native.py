@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from attention.backend import BackendError, HeadLayout, make_backend
-from attention.locks import only_one
 from attention.native import NativeError, call, function, load_library
+from attention.shared_work import only_one
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) long answer(const long* a, void*) { return a[0] + NUMBER; }'
 LAYOUT, CPU = HeadLayout(2, 1, 8), torch.device("cpu")

@@ -132,7 +132,7 @@ def test_what_such_checkpoints_cannot_be_is_refused(tiny: TinyModels, tmp_path: 
 def test_smollm2_in_int8_agrees_with_fp32_on_nearly_every_token(smollm2: Path, smollm2_expected: Expected) -> None:
     """Along transformers' own greedy text, the likeliest token is the same but for close choices.
 
-    Of 6,138 places of scripts/opticks.txt it is the same at 95.0 %; of the few here some more may differ by chance.
+    How many of those there are is chance here, among 144 places; of 6,138 in scripts/opticks.txt 95.0 % agree.
     """
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     with LLM(str(smollm2), quantization="int8", dtype="bfloat16", prefix_caching=False) as llm:
@@ -141,8 +141,10 @@ def test_smollm2_in_int8_agrees_with_fp32_on_nearly_every_token(smollm2: Path, s
     places = agreed = 0
     for (prompt, tokens), result in zip(smollm2_expected, results, strict=True):
         for token, found in zip(tokens, result.prompt_logprobs[len(prompt) :], strict=True):
-            places, agreed = places + 1, agreed + (found.top[0][0] == token)
+            likeliest, logprob = found.top[0]
+            places, agreed = places + 1, agreed + (likeliest == token)
             assert found.token_id == token
+            assert logprob - found.logprob < 0.15, "no close choice"
     assert agreed / places >= 0.9
 
 

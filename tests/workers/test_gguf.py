@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import workers.gguf
-from workers.gguf import ConversionError, _fingerprint, cache_root, converted_folder
+from attention.shared_work import cache_root
+from workers.gguf import ConversionError, _fingerprint, converted_folder
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def make_logits(row: dict[str, Any], vocab: int) -> torch.Tensor:
     return (logits + row["base"]).masked_fill(forbidden, -math.inf)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(ROW, min_size=1, max_size=5),
     st.sampled_from([1, 2, 3, 5, 23, 64, 301]),

@@ -1,4 +1,4 @@
-"""Work that one process of a machine does for all: the others wait until it has."""
+"""Work that one process of a machine does for all, and where its results lie: the others wait until it has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger("quadriga.locks")
+
+
+def cache_root() -> Path:
+    """$QUADRIGA_CACHE, else the user's cache folder."""
+    named = os.environ.get("QUADRIGA_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "quadriga"
 
 
 class LockTimeout(TimeoutError):
