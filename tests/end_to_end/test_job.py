@@ -63,7 +63,8 @@ def job_cluster() -> Iterator[JobCluster]:
     """`ray start --head` with room for three ranks, as docs/deploy has it."""
     with short_folder() as folder:
         python = python_without_us(folder / "python")
-        environment = ray_environment(PATH=f"{Path(python).parent}:{os.environ['PATH']}")
+        # Ray's dashboard leaves a folder in TMPDIR when it is told to end.
+        environment = ray_environment(PATH=f"{Path(python).parent}:{os.environ['PATH']}", TMPDIR=str(folder))
         del environment["PYTHONPATH"]
         port, dashboard, client, agent = free_ports(4)
         cluster = JobCluster(python, port, environment, f"http://127.0.0.1:{dashboard}")

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,12 @@ LAUNCH, STOP = str(ROOT / "scripts" / "launch_cluster.sh"), str(ROOT / "scripts"
 
 
 class Scripts:
-    """Runs the two scripts with a state folder of their own."""
+    """Runs the two scripts with a state folder of their own, and one for what Ray's dashboard leaves behind."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, temporary: str) -> None:
         self.state = state
         self.exported: dict[str, str] = {}
-        self.environment = ray_environment(QUADRIGA_PYTHON=sys.executable, QUADRIGA_STATE=str(state))
+        self.environment = ray_environment(QUADRIGA_PYTHON=sys.executable, QUADRIGA_STATE=str(state), TMPDIR=temporary)
         del self.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # the script's own business
 
     def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,8 +52,9 @@ class Scripts:
 
 
 @pytest.fixture
-def scripts(tmp_path: Path) -> Scripts:
-    return Scripts(tmp_path / "state")
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as temporary:  # short enough for sockets
+        yield Scripts(tmp_path / "state", temporary)
 
 
 def has(command: list[str], *words: str) -> bool:
@@ -172,7 +174,7 @@ def test_launch_to_stop(scripts: Scripts, model: Path, options: list[str], tmp_p
     again = scripts.run(LAUNCH, "--head", "--tp", "1", "--model", str(model), *options)
     assert (again.returncode, "was launched already" in again.stderr) == (2, True)
     # Another service on the same cluster, which is full: that says so, and leaves the cluster and the first alone.
-    other = Scripts(tmp_path / "other")
+    other = Scripts(tmp_path / "other", scripts.environment["TMPDIR"])
     variables = dict(line.split("export ")[1].split("=") for line in (scripts.state / "env").read_text().splitlines())
     variables["RAY_AUTH_TOKEN"] = scripts.environment["RAY_AUTH_TOKEN"]
     refused = other.run(LAUNCH, "--tp", "1", "--model", str(model), "--wait-seconds", "1", **variables)
