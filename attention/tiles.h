@@ -4,7 +4,6 @@
 #include "vector.h"
 
 constexpr int KEYS = 64;  // of a tile
-constexpr int64_t LINE = 64;
 
 #if defined(WIDE)
 // 16 rows of 16 words, `stride` words apart, to 16 columns of rows `width` words apart.

@@ -33,6 +33,7 @@ constexpr int LANES = 4, ROWS = 3;
 #define BF16_PAIRS 1  // an instruction multiplies pairs of bf16 and adds both products in fp32
 #endif
 #define EXPORT extern "C" __attribute__((visibility("default")))
+constexpr int64_t LINE = 64;  // bytes that come from memory together
 constexpr int COLUMNS = 32;  // of a product's block: COLUMNS / LANES vectors times ROWS rows fill the registers
 
 struct bf16 {
@@ -209,16 +210,24 @@ static inline floats step(floats sum, uint32_t a, __m512i b) {
 template <int PANELS, int R, class A, class B>
 static inline void product_block(
     const A* a, int64_t lda, B b, int64_t ldb, int64_t depth, float* c, int64_t ldc, bool add) {
-    constexpr int V = PANELS * COLUMNS / LANES;
+    constexpr int V = PANELS * COLUMNS / LANES, APART = 3, POINTERS = (R + APART - 1) / APART;
     floats sums[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sums[r][v] = add ? load(c + r * ldc + v * LANES) : floats{};
+    // An instruction adds 0, 1 or 2 times a distance to a pointer. The compiler must not know where the pointers come from,
+    // or it keeps one for every row, more than there are registers.
+    const A* rows[POINTERS];
+    for (int i = 0; i < POINTERS; i++) {
+        rows[i] = a + i * APART * lda;
+        asm("" : "+r"(rows[i]));
+    }
     for (int64_t k = 0; k < depth; k++, b += ldb) {
         look_ahead(b);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; v++) sums[r][v] = step(sums[r][v], a[r * lda + k], take(b + v * LANES));
+            for (int v = 0; v < V; v++) sums[r][v] = step(sums[r][v], rows[r / APART][r % APART * lda], take(b + v * LANES));
+        for (int i = 0; i < POINTERS; i++) rows[i]++;
     }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) store(c + r * ldc + v * LANES, sums[r][v]);

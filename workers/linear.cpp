@@ -90,6 +90,29 @@ static void lookup(const Lookup& l, Member* member) {
     });
 }
 
+// The panel that is computed next. A step asks for one of its lines, lest it comes from memory when all wait for it.
+struct Next {
+    const char *at, *end;
+};
+template <class Element>
+struct Announcing {
+    const Element* at;
+    Next* next;
+
+    Announcing operator+(int64_t columns) const { return {at + columns, next}; }
+    void operator+=(int64_t stride) { at += stride; }
+};
+template <class Element>
+static inline auto take(Announcing<Element> reader) {
+    return take(reader.at);
+}
+template <class Element>
+static inline void look_ahead(Announcing<Element> reader) {
+    Next& next = *reader.next;
+    __builtin_prefetch(next.at, 0, 2);
+    next.at += next.at < next.end ? LINE : 0;
+}
+
 struct Multiply {
     int64_t format, threads, x, rows, bias, out, out_is_fp32;
     Weight weight;
@@ -113,7 +136,7 @@ public:
                 for (int64_t panel = first + 2 * pairs; panel < stop; panel++) compute<1>(panel, panel, 0);
             });
         parallel_each(member, m.threads, panels * blocks, [&](int64_t i) {
-            compute<1>(i / blocks, i / blocks, i % blocks * BLOCK_ROWS);
+            compute<1>(i % panels, i % panels, i / panels * BLOCK_ROWS);
         });
     }
 
@@ -148,6 +171,7 @@ private:
         constexpr int64_t WIDTH = PANELS * COLUMNS;
         float sums[BLOCK_ROWS * COLUMNS];
         const int64_t rows = std::min(BLOCK_ROWS, m.rows - first_row);
+        Next next = after(panel);
         int64_t k = 0, stop;
         do {  // once even without depth, for the zeros
             const Left* left = x + first_row * steps + k;
@@ -162,6 +186,11 @@ private:
                 }
             stop = end(k);
             with_reader<PANELS>(panel, second, k, [&](auto reader) {
+                if constexpr (PANELS == 1 && !Layout::INTEGERS)
+                    if (rows > ROWS) {
+                        const Announcing<typename Layout::Element> announcing{reader, &next};
+                        return product(left, steps, announcing, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
+                    }
                 product<PANELS>(left, steps, reader, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
             });
             k = stop;
@@ -176,6 +205,13 @@ private:
                 const int64_t to = (first_row + row) * w.outputs + output;
                 m.out_is_fp32 ? store((float*)m.out + to, y, count) : store((T*)m.out + to, y, count);
             }
+    }
+
+    // What this thread computes after `panel`, if the threads keep pace.
+    Next after(int64_t panel) const {
+        const int64_t bytes = steps * Layout::BYTES;
+        const char* begin = (const char*)w.packed + (panel + m.threads) % w.panels() * bytes;
+        return {begin, begin + bytes};
     }
 
     // Where what is read in one go ends that begins with step k.
