@@ -74,7 +74,7 @@ public:
     template <int COUNT>
     void ask() {
         if (end - at < COUNT) return;
-        for (int i = 0; i < COUNT; i++) __builtin_prefetch(at[i]);
+        for (int i = 0; i < COUNT; i++) __builtin_prefetch(at[i], 0, 2);
         at += COUNT;
     }
 
