@@ -1,6 +1,6 @@
 // Attention over the paged cache: one call for the whole mixed batch.
 //
-// A unit of work is a tile of one request's queries, all query heads of one key/value head, and a span of keys:
+// A unit of work is a tile of one request's queries, all query heads of some key/value heads, and a span of keys:
 //
 //     rows of the unit    q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...     (so that keys and values are read once for the group)
 //     keys of the unit    walked in tiles of KEYS, with a running maximum and sum for each row (online softmax)
@@ -11,6 +11,7 @@
 #include "tiles.h"
 
 constexpr int SPAN = 256, MOST_ROWS = 96;
+constexpr int64_t TILE_BYTES = 64 << 10;  // at most, of the keys and values of a unit with several heads
 constexpr int FEW_ROWS = 6;  // up to here, values are used where they lie rather than widened first
 
 struct Arguments {
@@ -27,11 +28,19 @@ struct Request {
     const int32_t* blocks;
 };
 
-// Spans of one context leave their partial results at `partial`, partial + 1, ...; a whole context has one span.
+// Spans of one context leave their partial results at `partial` and on, those of a head side by side; a whole context has
+// one span.
 struct Unit {
     const Request* request;
-    int64_t query, queries, head, first_key, end_key;
+    int64_t query, queries, head, heads, first_key, end_key;
     int64_t partial, span, spans;
+};
+
+// What a unit knows of one head: the queries, widened or as pairs, and what has become of the keys so far.
+struct Head {
+    int64_t number;
+    float *query, *sums, *top, *total, *merged;
+    uint32_t* pairs;
 };
 
 struct Memory {
@@ -125,37 +134,46 @@ private:
             const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) / KEYS * KEYS : 0;
             const int64_t end = position + queries, span = queries == 1 ? SPAN : end;
             const int64_t first_span = first / span, spans = (end - 1) / span - first_span + 1;
-            for (int64_t head = 0; head < a.kv_heads; head++) {
+            const int64_t together = queries == 1 ? heads_together() : 1;
+            for (int64_t head = 0; head < a.kv_heads; head += together) {
+                const int64_t heads = std::min(together, a.kv_heads - head);
                 for (int64_t i = 0; i < spans; i++) {
                     const int64_t from = std::max(first, (first_span + i) * span);
                     const int64_t to = std::min(end, (first_span + i + 1) * span);
-                    units.push_back({&request, query, queries, head, from, to, num_partials, i, spans});
+                    units.push_back({&request, query, queries, head, heads, from, to, num_partials, i, spans});
                 }
-                num_partials += spans > 1 ? spans : 0;
+                num_partials += spans > 1 ? spans * heads : 0;
             }
         }
+    }
+
+    // Keys and values of neighbouring heads lie side by side, and are best read by one thread and in one go. Where few
+    // streams decode there would be too few units to go round.
+    int64_t heads_together() const {
+        if (a.decodes < 4 * a.threads) return 1;
+        return std::max<int64_t>(1, TILE_BYTES / (2 * KEYS * dim * sizeof(T)));
     }
 
     int64_t rows_of(const Unit& unit) const { return unit.queries * a.group; }
     int64_t position_of(const Unit& unit, int64_t row) const {
         return unit.request->context - unit.request->queries + unit.query + row / a.group;
     }
-    const T* query_of(const Unit& unit, int64_t row) const {
+    const T* query_of(const Unit& unit, int64_t head, int64_t row) const {
         const int64_t token = unit.request->token + unit.query + row / a.group;
-        return (const T*)a.query + token * a.query_stride + (unit.head * a.group + row % a.group) * dim;
+        return (const T*)a.query + token * a.query_stride + (head * a.group + row % a.group) * dim;
     }
-    T* out_of(const Unit& unit, int64_t row) const {
+    T* out_of(const Unit& unit, int64_t head, int64_t row) const {
         const int64_t token = unit.request->token + unit.query + row / a.group;
-        return (T*)a.out + ((token * a.kv_heads + unit.head) * a.group + row % a.group) * dim;
+        return (T*)a.out + ((token * a.kv_heads + head) * a.group + row % a.group) * dim;
     }
     // body(i, count, entry): keys first + i and on, `count` of them in one block, the first of them at pages + entry.
     template <class Body>
-    void each_run(const Unit& unit, int64_t first, int64_t keys, Body&& body) const {
+    void each_run(const Unit& unit, int64_t head, int64_t first, int64_t keys, Body&& body) const {
         for (int64_t i = 0, count; i < keys; i += count) {
             const int64_t block = (first + i) / a.block_size, offset = (first + i) % a.block_size;
             const int64_t slot = unit.request->blocks[block] * a.block_size + offset;
             count = std::min(keys - i, a.block_size - offset);
-            body(i, count, (slot * a.kv_heads + unit.head) * dim);
+            body(i, count, (slot * a.kv_heads + head) * dim);
         }
     }
 
@@ -172,77 +190,102 @@ private:
     // next: the unit that is computed after this one, by this thread or another.
     void compute(const Unit& unit, const Unit& next) {
         static thread_local Memory memory;
+        reserve(unit, memory);
         const int64_t rows = rows_of(unit);
-        scratch(memory.query, rows * padded);
-        float* sums = scratch(memory.sums, rows * padded);
-        float* top = scratch(memory.top, rows);
-        float* total = scratch(memory.total, rows);
-        scratch(memory.keys, KEYS * padded);
-        scratch(memory.values, KEYS * padded);
-        scratch(memory.scores, rows * KEYS);
-        scratch(memory.pairs, rows * padded / 2);
-        scratch(memory.transposed, padded * KEYS);
-        scratch(memory.paired, padded * KEYS / 2);
-        for (int64_t r = 0; r < rows; r++) {
-            PAIRS ? pad(query_of(unit, r), memory.pairs.data() + r * padded / 2)
-                  : widen(query_of(unit, r), memory.query.data() + r * padded);
-        }
-        scratch(memory.merged, rows * wide);
-        for (int64_t r = 0; r < rows; r++) clear_span(memory.merged.data() + r * wide, padded);
+        for (int64_t i = 0; i < unit.heads; i++) begin(unit, head_of(unit, i, memory));
         for (int64_t first = unit.first_key; first < unit.end_key; first += KEYS) {
-            if (first % SPAN == 0 || first == unit.first_key) {
-                std::fill(sums, sums + rows * padded, 0.f);
-                std::fill(top, top + rows, -INFINITY);
-                std::fill(total, total + rows, 0.f);
-            }
             const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
             const bool last = first + KEYS >= unit.end_key;
             list_ahead(last ? next : unit, last ? next.first_key : first + KEYS, memory.ahead);
-            score(unit, first, keys, memory);
-            soften(unit, first, memory);
-            if constexpr (PAIRS)
-                sum_pairs(unit, first, keys, memory);
-            else if (rows <= FEW_ROWS && dim == padded)
-                sum_few(unit, first, keys, memory);
-            else
-                sum_many(unit, first, keys, memory);
-            if ((first + KEYS) % SPAN == 0 || last)
-                for (int64_t r = 0; r < rows; r++)
-                    merge_span(memory.merged.data() + r * wide, top[r], total[r], sums + r * padded, padded);
+            for (int64_t i = 0; i < unit.heads; i++) {
+                const Head head = head_of(unit, i, memory);
+                if (first % SPAN == 0 || first == unit.first_key) {
+                    std::fill(head.sums, head.sums + rows * padded, 0.f);
+                    std::fill(head.top, head.top + rows, -INFINITY);
+                    std::fill(head.total, head.total + rows, 0.f);
+                }
+                score(unit, head, first, keys, memory);
+                soften(unit, head, first, memory.scores.data());
+                if constexpr (PAIRS)
+                    sum_pairs(unit, head, first, keys, memory);
+                else if (rows <= FEW_ROWS && dim == padded)
+                    sum_few(unit, head, first, keys, memory);
+                else
+                    sum_many(unit, head, first, keys, memory);
+                if ((first + KEYS) % SPAN == 0 || last)
+                    for (int64_t r = 0; r < rows; r++)
+                        merge_span(head.merged + r * wide, head.top[r], head.total[r], head.sums + r * padded, padded);
+            }
         }
         finish(unit, memory);
     }
 
+    void reserve(const Unit& unit, Memory& memory) const {
+        const int64_t rows = rows_of(unit), all = rows * unit.heads;
+        scratch(memory.query, all * padded);
+        scratch(memory.pairs, all * padded / 2);
+        scratch(memory.sums, all * padded);
+        scratch(memory.top, all);
+        scratch(memory.total, all);
+        scratch(memory.merged, all * wide);
+        scratch(memory.keys, KEYS * padded);
+        scratch(memory.values, KEYS * padded);
+        scratch(memory.scores, rows * KEYS);
+        scratch(memory.transposed, padded * KEYS);
+        scratch(memory.paired, padded * KEYS / 2);
+    }
+
+    // The i-th of the unit's heads.
+    Head head_of(const Unit& unit, int64_t i, Memory& memory) const {
+        const int64_t row = i * rows_of(unit);
+        return {unit.head + i,
+                memory.query.data() + row * padded,
+                memory.sums.data() + row * padded,
+                memory.top.data() + row,
+                memory.total.data() + row,
+                memory.merged.data() + row * wide,
+                memory.pairs.data() + row * padded / 2};
+    }
+
+    void begin(const Unit& unit, const Head& head) const {
+        for (int64_t r = 0; r < rows_of(unit); r++) {
+            const T* query = query_of(unit, head.number, r);
+            PAIRS ? pad(query, head.pairs + r * padded / 2) : widen(query, head.query + r * padded);
+            clear_span(head.merged + r * wide, padded);
+        }
+    }
+
     void list_ahead(const Unit& unit, int64_t first, Ahead& ahead) const {
-        ahead.clear(2 * KEYS * ((dim * sizeof(T) + LINE - 1) / LINE));
+        ahead.clear(unit.heads * dim * sizeof(T), a.kv_heads * dim * sizeof(T));
+        const int64_t keys = std::min<int64_t>(KEYS, unit.end_key - first);
         for (int64_t pages : {a.key_pages, a.value_pages})
-            each_run(unit, first, std::min<int64_t>(KEYS, unit.end_key - first), [&](int64_t, int64_t count, int64_t entry) {
-                ahead.add((const char*)((const T*)pages + entry), count, dim * sizeof(T), a.kv_heads * dim * sizeof(T));
+            each_run(unit, unit.head, first, keys, [&](int64_t, int64_t count, int64_t entry) {
+                ahead.add((const char*)((const T*)pages + entry), count);
             });
     }
 
     // memory.scores [rows, KEYS], unscaled; what lies beyond `keys` is never used. Keys are transposed, which makes of
     // the scores a product like any other.
-    void score(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+    void score(const Unit& unit, const Head& head, int64_t first, int64_t keys, Memory& memory) const {
         const int64_t rows = rows_of(unit), width = PAIRS ? padded / 2 : padded;
         uint32_t* transposed = memory.transposed.data();
-        WORDS && dim == padded && a.block_size % 16 == 0 ? transpose_pages(unit, first, keys, memory)
-                                                         : transpose_copies(unit, first, keys, memory);
+        WORDS && dim == padded && a.block_size % 16 == 0 ? transpose_pages(unit, head, first, keys, memory)
+                                                         : transpose_copies(unit, head, first, keys, memory);
         const int64_t columns = (keys + COLUMNS - 1) / COLUMNS * COLUMNS;
         float* scores = memory.scores.data();
         if constexpr (PAIRS) {
             const Asking<uint32_t> right{transposed, &memory.ahead};
-            wide_product(memory.pairs.data(), width, right, KEYS, width, scores, KEYS, false, rows, columns);
+            wide_product(head.pairs, width, right, KEYS, width, scores, KEYS, false, rows, columns);
         } else {
             const Asking<float> right{(float*)transposed, &memory.ahead};
-            wide_product(memory.query.data(), width, right, KEYS, width, scores, KEYS, false, rows, columns);
+            wide_product(head.query, width, right, KEYS, width, scores, KEYS, false, rows, columns);
         }
     }
 
-    void transpose_pages(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+    void transpose_pages(const Unit& unit, const Head& head, int64_t first, int64_t keys, Memory& memory) const {
 #if defined(WIDE)
         const int64_t words = dim * sizeof(T) / 4, stride = a.kv_heads * words;
-        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+        each_run(unit, head.number, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
             const uint32_t* key = (const uint32_t*)((const T*)a.key_pages + entry);
             for (int64_t j = 0; j < count; j += 16)
                 for (int64_t column = 0; column < words; column += 16) {
@@ -253,9 +296,9 @@ private:
 #endif
     }
 
-    void transpose_copies(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+    void transpose_copies(const Unit& unit, const Head& head, int64_t first, int64_t keys, Memory& memory) const {
         const int64_t width = PAIRS ? padded / 2 : padded;
-        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+        each_run(unit, head.number, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
             const T* key = (const T*)a.key_pages + entry;
             for (int64_t j = i; j < i + count; j++, key += a.kv_heads * dim) {
                 float* row = memory.keys.data() + j * width;
@@ -265,10 +308,10 @@ private:
         transpose((const uint32_t*)memory.keys.data(), width, memory.transposed.data());
     }
 
-    void sum_pairs(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+    void sum_pairs(const Unit& unit, const Head& head, int64_t first, int64_t keys, Memory& memory) const {
 #if defined(BF16_PAIRS)
         const T* values[KEYS];
-        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+        each_run(unit, head.number, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
             for (int64_t j = i; j < i + count; j++, entry += a.kv_heads * dim) values[j] = (const T*)a.value_pages + entry;
         });
         for (int64_t j = 0; j < keys; j += 2)
@@ -280,37 +323,36 @@ private:
                 pair_up(even, odd, memory.paired.data() + j / 2 * padded + d);
             }
         const Asking<uint32_t> right{memory.paired.data(), &memory.ahead};
-        wide_product((const uint32_t*)memory.scores.data(), KEYS, right, padded, (keys + 1) / 2, memory.sums.data(), padded,
+        wide_product((const uint32_t*)memory.scores.data(), KEYS, right, padded, (keys + 1) / 2, head.sums, padded,
                      true, rows_of(unit), padded);
 #endif
     }
 
-    void sum_few(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+    void sum_few(const Unit& unit, const Head& head, int64_t first, int64_t keys, Memory& memory) const {
         const int64_t rows = rows_of(unit), stride = a.kv_heads * dim;
-        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+        each_run(unit, head.number, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
             for (int64_t d = 0; d < dim; d += COLUMNS)
                 product(memory.scores.data() + i, KEYS, (const T*)a.value_pages + entry + d, stride, count,
-                        memory.sums.data() + d, padded, true, rows);
+                        head.sums + d, padded, true, rows);
         });
     }
 
-    void sum_many(const Unit& unit, int64_t first, int64_t keys, Memory& memory) const {
+    void sum_many(const Unit& unit, const Head& head, int64_t first, int64_t keys, Memory& memory) const {
         float* values = memory.values.data();
-        each_run(unit, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
+        each_run(unit, head.number, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
             const T* value = (const T*)a.value_pages + entry;
             for (int64_t j = i; j < i + count; j++, value += a.kv_heads * dim) widen(value, values + j * padded);
         });
         for (int64_t d = 0; d < padded; d += COLUMNS)
-            product(memory.scores.data(), KEYS, values + d, padded, keys, memory.sums.data() + d, padded, true,
+            product(memory.scores.data(), KEYS, values + d, padded, keys, head.sums + d, padded, true,
                     rows_of(unit));
     }
 
     // Scores become weights relative to the row's running maximum, and older sums follow that maximum.
-    void soften(const Unit& unit, int64_t first, Memory& memory) const {
-        for (int64_t r = 0; r < rows_of(unit); r++) {
+    void soften(const Unit& unit, const Head& head, int64_t first, float* scores) const {
+        for (int64_t r = 0; r < rows_of(unit); r++, scores += KEYS) {
             const int64_t position = position_of(unit, r);
             const int64_t from = a.window ? position - a.window + 1 : 0, to = std::min(position + 1, unit.end_key);
-            float* scores = memory.scores.data() + r * KEYS;
             const bool all_seen = from <= first && first + KEYS <= to;
             floats best = spread(-INFINITY);
             for (int64_t j = 0; j < KEYS; j += LANES) {
@@ -323,19 +365,19 @@ private:
                 store(scores + j, scaled);
                 best = larger(scaled, best);
             }
-            const float top = std::max(memory.top[r], largest(best));
+            const float top = std::max(head.top[r], largest(best));
             // A row that has seen no key yet: all its weights are zero, and -inf - -inf must not be asked for.
             const float base = top == -INFINITY ? 0.f : top;
             floats total = {};
             for (int64_t j = 0; j < KEYS; j += LANES)
                 total += store_weights(scores, j, exponential(load(scores + j) - base));
-            if (memory.top[r] != top) {
-                const float fade = exponential(spread(memory.top[r] - base))[0];
-                memory.total[r] *= fade;
-                scale_row(memory.sums.data() + r * padded, fade);
+            if (head.top[r] != top) {
+                const float fade = exponential(spread(head.top[r] - base))[0];
+                head.total[r] *= fade;
+                scale_row(head.sums + r * padded, fade);
             }
-            memory.total[r] += sum(total);
-            memory.top[r] = top;
+            head.total[r] += sum(total);
+            head.top[r] = top;
         }
     }
 
@@ -357,30 +399,35 @@ private:
     }
 
     void finish(const Unit& unit, Memory& memory) {
-        const float* merged = memory.merged.data();
-        if (unit.spans == 1) {
-            for (int64_t r = 0; r < rows_of(unit); r++) write_out(unit, r, merged + r * wide);
-            return;
+        for (int64_t i = 0; i < unit.heads; i++) {
+            const Head head = head_of(unit, i, memory);
+            if (unit.spans > 1) {
+                memcpy(partial(unit, i, unit.span), head.merged, a.group * wide * sizeof(float));
+                continue;
+            }
+            for (int64_t r = 0; r < rows_of(unit); r++) write_out(unit, head.number, r, head.merged + r * wide);
         }
-        memcpy(partial(unit, unit.span), merged, a.group * wide * sizeof(float));
-        if (waiting[unit.partial].fetch_sub(1) == 1) merge(unit, memory.merged.data());
+        if (unit.spans > 1 && waiting[unit.partial].fetch_sub(1) == 1)
+            for (int64_t i = 0; i < unit.heads; i++) merge(unit, i, memory.merged.data());
     }
 
-    float* partial(const Unit& unit, int64_t span) const { return partials + (unit.partial + span) * a.group * wide; }
+    float* partial(const Unit& unit, int64_t head, int64_t span) const {
+        return partials + (unit.partial + head * unit.spans + span) * a.group * wide;
+    }
 
-    void merge(const Unit& unit, float* merged) {
+    void merge(const Unit& unit, int64_t head, float* merged) {
         for (int64_t r = 0; r < a.group; r++) {
             clear_span(merged, padded);
             for (int64_t i = 0; i < unit.spans; i++) {
-                const float* part = partial(unit, i) + r * wide;
+                const float* part = partial(unit, head, i) + r * wide;
                 merge_span(merged, part[0], part[1], part + 2, padded);
             }
-            write_out(unit, r, merged);
+            write_out(unit, unit.head + head, r, merged);
         }
     }
 
-    void write_out(const Unit& unit, int64_t row, const float* merged) const {
-        T* out = out_of(unit, row);
+    void write_out(const Unit& unit, int64_t head, int64_t row, const float* merged) const {
+        T* out = out_of(unit, head, row);
         const float share = 1.f / merged[1];
         for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(merged + 2 + d) * share, dim - d);
     }

@@ -59,28 +59,45 @@ static inline void pair_up(__m512i even, __m512i odd, uint32_t* to) {
 #endif
 
 // The cache lines that come next. They are asked for a few at a time between other work: all at once they fill the queue
-// of what is under way, and hold that work up.
+// of what is under way, and hold that work up. They are asked into the second cache, whose queue is the longer one.
 class Ahead {
 public:
-    void clear(size_t count) {
-        if (lines.size() < count) lines.resize(count);
-        at = end = lines.data();
+    // Rows are of `bytes`, and those of a run lie `stride` bytes apart.
+    void clear(int64_t bytes, int64_t stride) {
+        this->bytes = bytes, this->stride = stride;
+        runs.clear();
+        next = 0, left = 0, offset = bytes;
     }
-    // Rows of `bytes`, `stride` bytes apart; no more in all than were cleared for.
-    void add(const char* row, int64_t rows, int64_t bytes, int64_t stride) {
-        for (; rows > 0; rows--, row += stride)
-            for (int64_t byte = 0; byte < bytes; byte += LINE) *end++ = row + byte;
-    }
+    void add(const char* row, int64_t rows) { runs.push_back({row, rows}); }
+
     template <int COUNT>
     void ask() {
-        if (end - at < COUNT) return;
-        for (int i = 0; i < COUNT; i++) __builtin_prefetch(at[i], 0, 2);
-        at += COUNT;
+        for (int i = 0; i < COUNT; i++, offset += LINE) {
+            if (offset >= bytes && !begin_row()) return;
+            __builtin_prefetch(row + offset, 0, 2);
+        }
     }
 
 private:
-    std::vector<const char*> lines;
-    const char **at = nullptr, **end = nullptr;
+    struct Run {
+        const char* row;
+        int64_t rows;
+    };
+
+    bool begin_row() {
+        if (left == 0) {
+            if (next == runs.size()) return false;
+            row = runs[next].row - stride, left = runs[next].rows;
+            next++;
+        }
+        row += stride, left--, offset = 0;
+        return true;
+    }
+
+    std::vector<Run> runs;
+    size_t next = 0;
+    int64_t left = 0, bytes = 0, stride = 0, offset = 0;
+    const char* row = nullptr;
 };
 
 // The right side of a product, with lines to ask for at every step of depth.

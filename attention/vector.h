@@ -170,15 +170,21 @@ static inline words lane_numbers() {
     return v;
 }
 
-// Within 2 units in the last place; 0 below -87, as if subnormal numbers were none.
+// Within 2 units in the last place; 0 far below -87, where subnormal numbers may come out or not.
 static inline floats exponential(floats x) {
+#if defined(WIDE)
+    // NaN, as the second operand of both, stays NaN.
+    const __m512 y = _mm512_max_ps(_mm512_set1_ps(-200.f), _mm512_min_ps(_mm512_set1_ps(88.f), (__m512)x));
+    const floats n = (floats)_mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504f)), 0);
+#else
     const floats small = spread(-87.f), big = spread(88.f);
-    ints kept = ~(x < small);  // NaN stays NaN
+    const ints kept = ~(x < small);  // NaN stays NaN
     floats y = x > big ? big : x;
     y = x < small ? floats{} : y;
-    floats shifted = y * 1.44269504f + 12582912.f;  // adding 1.5 * 2**23 rounds to an integer
-    floats n = shifted - 12582912.f;
-    floats r = y - n * 0.693359375f;
+    const floats shifted = y * 1.44269504f + 12582912.f;  // adding 1.5 * 2**23 rounds to an integer
+    const floats n = shifted - 12582912.f;
+#endif
+    floats r = (floats)y - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     floats p = spread(1.3981999507e-3f);
     p = p * r + 8.3334519073e-3f;
@@ -186,8 +192,12 @@ static inline floats exponential(floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.f;
-    words power = ((words)shifted + 127) << 23;  // the low bits of `shifted` hold n
+#if defined(WIDE)
+    return (floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    const words power = ((words)shifted + 127) << 23;  // the low bits of `shifted` hold n
     return (floats)((words)(p * (floats)power) & (words)kept);
+#endif
 }
 
 // What a vector of the right is to one step in depth of a block product, and the step: a scalar of the left times that.
