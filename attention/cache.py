@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from attention.memory import LargePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class KVCache:
     """Keys and values of every layer: each [num_blocks, block_size, num_kv_heads, head_dim].
 
     scales: one of each layer, for a cache in fp8; None otherwise.
-    On CPU the memory is only reserved here and becomes resident block by block as blocks are first written.
+    On CPU the memory is only reserved here and becomes resident as blocks are first written, large page by large page.
     """
 
     def __init__(
@@ -74,10 +77,11 @@ class KVCache:
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.num_blocks = num_blocks
         self.scales = scales or [None] * shape.num_layers
-        self.layers = [
-            (
-                torch.empty(size, dtype=shape.dtype, device=device),
-                torch.empty(size, dtype=shape.dtype, device=device),
-            )
-            for _ in range(shape.num_layers)
-        ]
+        pages = LargePages()
+
+        def tensor() -> torch.Tensor:
+            if device.type != "cpu":
+                return torch.empty(size, dtype=shape.dtype, device=device)
+            return pages.allocate(math.prod(size) * shape.dtype.itemsize).view(shape.dtype).view(size)
+
+        self.layers = [(tensor(), tensor()) for _ in range(shape.num_layers)]

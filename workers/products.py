@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from attention.memory import LargePages
 from attention.native import FORMATS, Recording, call, empty
 from parallel.formats import StoredFormat
 from parallel.layers import ColumnParallelLinear, Matrix, ParallelHead, Products, RowParallelLinear, TorchProducts
@@ -32,11 +33,12 @@ class PackedProducts:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
+        self._pages = LargePages()
 
     def pack(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
         bits = matrix.quantization.bits if matrix.quantization else 8 * matrix.dtype.itemsize
         outputs, inputs = -(-matrix.outputs // COLUMNS) * COLUMNS, matrix.inputs + matrix.begun % 2
-        packed = torch.empty(outputs * (inputs + inputs % 2) * bits // 8, dtype=torch.uint8)
+        packed = self._pages.allocate(outputs * (inputs + inputs % 2) * bits // 8)
         weight = _weight(matrix, packed, None)
         call(self.kernels.pack, FORMATS[matrix.dtype], torch.get_num_threads(), matrix.weight.data_ptr(), *weight)
         return packed, None if matrix.scales is None else _pack_scales(matrix.scales)
@@ -155,7 +157,7 @@ def settle_products(model: nn.Module, kernels: Kernels) -> None:
     began, packed = time.perf_counter(), PackedProducts(kernels)
     matrices = [part for part in model.modules() if isinstance(part, Matrix)]
     shapes = {(matrix.outputs, matrix.inputs): matrix for matrix in matrices if matrix.outputs and matrix.inputs}
-    seconds = {shape: _trial_seconds(packed, matrix) for shape, matrix in shapes.items()}
+    seconds = {shape: _trial_seconds(PackedProducts(kernels), matrix) for shape, matrix in shapes.items()}
     gains = {shape: _mean_ratio([times]) for shape, times in seconds.items()}
     gain = _mean_ratio([seconds[shape] for m in matrices if (shape := (m.outputs, m.inputs)) in seconds])
     if gain >= 1:
