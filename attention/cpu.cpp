@@ -5,7 +5,7 @@
 //     rows of the unit    q0h0 q0h1 q0h2 q1h0 q1h1 q1h2 ...     (so that keys and values are read once for the group)
 //     keys of the unit    walked in tiles of KEYS, with a running maximum and sum for each row (online softmax)
 //
-// A row's context is cut into spans of SPAN keys, whose results are merged in order. Those of a single query are units
+// A row's context is cut into spans of SPAN keys, whose results are merged in order. Those of a single query may be units
 // of their own, which any threads compute; who finishes last merges. Tiles and spans depend on positions alone and every
 // sum has one order, so that a row's result is the same to the bit whatever threads, neighbours and chunks there are.
 #include "tiles.h"
@@ -78,6 +78,7 @@ public:
 
     void run() {
         list_requests();
+        whole = longest_whole();
         for (const Request& request : requests) list_units(request);
         const size_t counters = num_partials * sizeof(std::atomic<int64_t>);
         char* memory = shared(member, counters + num_partials * a.group * wide * sizeof(float), [&](char* fresh) {
@@ -88,7 +89,7 @@ public:
         waiting = (std::atomic<int64_t>*)memory;
         partials = (float*)(memory + counters);
         const int64_t count = units.size();
-        parallel_each(member, a.threads, count, [&](int64_t i) { compute(units[i], units[std::min(i + 1, count - 1)]); });
+        parallel_each(member, a.threads, count, [&](int64_t i) { compute(units[i], units[std::min(i + a.threads, count - 1)]); });
     }
 
 private:
@@ -109,7 +110,7 @@ private:
     float scale;
     std::vector<Request> requests;
     std::vector<Unit> units;
-    int64_t num_partials = 0;
+    int64_t num_partials = 0, whole = 0;
     float* partials = nullptr;
     std::atomic<int64_t>* waiting = nullptr;  // spans of a context that are not computed yet
 
@@ -132,7 +133,7 @@ private:
             const int64_t query = tile * most, queries = std::min(most, request.queries - query);
             const int64_t position = request.context - request.queries + query;
             const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) / KEYS * KEYS : 0;
-            const int64_t end = position + queries, span = queries == 1 ? SPAN : end;
+            const int64_t end = position + queries, span = queries > 1 || end <= whole ? end : SPAN;
             const int64_t first_span = first / span, spans = (end - 1) / span - first_span + 1;
             const int64_t together = queries == 1 ? heads_together() : 1;
             for (int64_t head = 0; head < a.kv_heads; head += together) {
@@ -145,6 +146,13 @@ private:
                 num_partials += spans > 1 ? spans * heads : 0;
             }
         }
+    }
+
+    // Contexts of single queries up to this length are not cut, since there are others for all threads.
+    int64_t longest_whole() const {
+        int64_t keys = 0;
+        for (const Request& request : requests) keys += request.queries == 1 ? request.context : 0;
+        return keys / (4 * a.threads);
     }
 
     // Keys and values of neighbouring heads lie side by side, and are best read by one thread and in one go. Where few
@@ -187,7 +195,7 @@ private:
         memset((T*)to + dim, 0, (padded - dim) * sizeof(T));
     }
 
-    // next: the unit that is computed after this one, by this thread or another.
+    // next: the unit that this thread computes after this one, if the threads keep pace.
     void compute(const Unit& unit, const Unit& next) {
         static thread_local Memory memory;
         reserve(unit, memory);
