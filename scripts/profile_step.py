@@ -102,7 +102,7 @@ class Steps:
         for warm in [True, *[False] * repeats]:
             for one_by_one in (False, True):
                 if chunk and not any(request.scheduled < request.num_prompt for request in self._scheduler.running):
-                    self._add(max(chunk, PROMPT // chunk * chunk), 1)
+                    self._add(prompt_length(chunk), 1)
                 replay.times = defaultdict(float) if one_by_one else None
                 step = self._step()
                 if one_by_one and not warm:
@@ -130,6 +130,11 @@ class Steps:
         return seconds
 
 
+def prompt_length(chunk: int) -> int:
+    """About PROMPT, in an odd number of chunks, so that steps in one go and one by one get the early and late ones alike."""
+    return chunk * (PROMPT // chunk | 1)
+
+
 def limits_of(steps: Steps, decodes: int, chunk: int, bytes_per_s: float, flop_per_s: float) -> dict[str, float]:
     """Seconds that each group takes at least."""
     arch, rows = steps.arch, decodes + chunk
@@ -137,7 +142,7 @@ def limits_of(steps: Steps, decodes: int, chunk: int, bytes_per_s: float, flop_p
     sampled = decodes + (1 if chunk else 0)
     products = 2 * ((count_parameters(arch) - head) * rows + head * sampled)
     cached = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * 2
-    pairs = decodes * CONTEXT + chunk * PROMPT / 2
+    pairs = decodes * CONTEXT + (chunk * prompt_length(chunk) / 2 if chunk else 0)
     scored = 4 * arch.num_layers * arch.num_q_heads * arch.head_dim * pairs
     return {
         "linears": max(steps.ready.weight_bytes / bytes_per_s, products / flop_per_s),

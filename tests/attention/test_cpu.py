@@ -74,6 +74,20 @@ def test_a_row_is_the_same_to_the_bit_alone_and_in_a_crowd_on_any_number_of_thre
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+def test_a_row_is_the_same_to_the_bit_alone_and_among_many_decodes(
+    dtype: torch.dtype, window: int | None, head_dim: int
+) -> None:
+    """Many streams read several heads in one go, and only contexts much longer than others are cut."""
+    decodes = [3000, 700, 300, 1, 64, 65, 256, 257, 512, 2, 100, 513]
+    crowd = Batch(Case([(40, 600)], decodes, 16, 5, 3, window, head_dim=head_dim), dtype)
+    everyone = crowd.run(CpuBackend)
+    for i in range(len(decodes)):
+        assert torch.equal(crowd.only(1 + i).run(CpuBackend), everyone[40 + i : 41 + i]), decodes[i]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 3, 100, 300])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(32, 16), (64, 256), (20, 16), (64, 24)])
 def test_a_row_is_the_same_to_the_bit_decoded_and_in_any_chunk(
