@@ -200,6 +200,16 @@ static inline floats exponential(floats x) {
 #endif
 }
 
+static inline floats silu(floats x) { return x / (1.f + exponential(-x)); }
+
+// The numbers as they are once they have been stored.
+template <class T>
+static inline floats rounded(floats v) {
+    T part[LANES];
+    store(part, v);
+    return load(part);
+}
+
 // What a vector of the right is to one step in depth of a block product, and the step: a scalar of the left times that.
 template <class B>
 static inline floats take(const B* b) {

@@ -131,7 +131,7 @@ class Steps:
 
 
 def prompt_length(chunk: int) -> int:
-    """About PROMPT, in an odd number of chunks, so that steps in one go and one by one get the early and late ones alike."""
+    """About PROMPT, in an odd number of chunks, so that steps in one go and one by one get the same mix."""
     return chunk * (PROMPT // chunk | 1)
 
 

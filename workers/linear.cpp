@@ -113,8 +113,10 @@ static inline void look_ahead(Announcing<Element> reader) {
     next.at += next.at < next.end ? LINE : 0;
 }
 
+// gated: the first half of the outputs are gates of the second, and out [rows, outputs / 2] is SiLU(gate) * what it lets
+// through; the halves are whole panels.
 struct Multiply {
-    int64_t format, threads, x, rows, bias, out, out_is_fp32;
+    int64_t format, threads, x, rows, bias, out, out_is_fp32, gated;
     Weight weight;
 };
 
@@ -128,15 +130,15 @@ public:
 
     void run() {
         x = prepare();
-        const int64_t panels = w.panels(), blocks = (m.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        const int64_t panels = m.gated ? w.panels() / 2 : w.panels(), blocks = (m.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (m.rows <= ROWS)  // as fast as memory, best read from front to back
             return parallel_ranges(member, m.threads, panels, [&](int64_t first, int64_t stop) {
-                const int64_t pairs = m.rows <= PAIR_ROWS ? (stop - first) / 2 : 0;
-                for (int64_t i = 0; i < pairs; i++) compute<2>(first + i, first + pairs + i, 0);
-                for (int64_t panel = first + 2 * pairs; panel < stop; panel++) compute<1>(panel, panel, 0);
+                const int64_t pairs = m.rows <= PAIR_ROWS && !m.gated ? (stop - first) / 2 : 0;
+                for (int64_t i = 0; i < pairs; i++) compute_pair(first + i, first + pairs + i);
+                for (int64_t panel = first + 2 * pairs; panel < stop; panel++) compute(panel, panels, 0);
             });
         parallel_each(member, m.threads, panels * blocks, [&](int64_t i) {
-            compute<1>(i % panels, i % panels, i / panels * BLOCK_ROWS);
+            compute(i % panels, panels, i / panels * BLOCK_ROWS);
         });
     }
 
@@ -165,13 +167,36 @@ private:
         }
     }
 
-    // The outputs of one panel or of two, of a block of rows.
+    // The outputs of one panel of `panels` for a block of rows, or where they are gated, of that and its counterpart.
+    void compute(int64_t panel, int64_t panels, int64_t first_row) const {
+        float sums[BLOCK_ROWS * COLUMNS], gated[BLOCK_ROWS * COLUMNS];
+        const int64_t rows = std::min(BLOCK_ROWS, m.rows - first_row), next = (panel + m.threads) % panels;
+        if (!m.gated) {
+            multiply<1>(panel, panel, next, first_row, rows, sums);
+            return put(panel, first_row, rows, sums, COLUMNS);
+        }
+        if (rows <= PAIR_ROWS) {
+            multiply<2>(panel, panel + panels, next, first_row, rows, sums);
+            return put_gated(panel, first_row, rows, sums, sums + COLUMNS, 2 * COLUMNS);
+        }
+        multiply<1>(panel, panel, panel + panels, first_row, rows, sums);
+        multiply<1>(panel + panels, panel + panels, next, first_row, rows, gated);
+        put_gated(panel, first_row, rows, sums, gated, COLUMNS);
+    }
+
+    // Two panels of few rows.
+    void compute_pair(int64_t panel, int64_t second) const {
+        float sums[PAIR_ROWS * 2 * COLUMNS];
+        multiply<2>(panel, second, panel, 0, m.rows, sums);
+        put(panel, 0, m.rows, sums, 2 * COLUMNS);
+        put(second, 0, m.rows, sums + COLUMNS, 2 * COLUMNS);
+    }
+
+    // sums [rows, PANELS * COLUMNS] of one panel or two. next: the panel that comes after, if the threads keep pace.
     template <int PANELS>
-    void compute(int64_t panel, int64_t second, int64_t first_row) const {
+    void multiply(int64_t panel, int64_t second, int64_t next, int64_t first_row, int64_t rows, float* sums) const {
         constexpr int64_t WIDTH = PANELS * COLUMNS;
-        float sums[BLOCK_ROWS * COLUMNS];
-        const int64_t rows = std::min(BLOCK_ROWS, m.rows - first_row);
-        Next next = after(panel);
+        Next after = lines_of(next);
         int64_t k = 0, stop;
         do {  // once even without depth, for the zeros
             const Left* left = x + first_row * steps + k;
@@ -188,30 +213,49 @@ private:
             with_reader<PANELS>(panel, second, k, [&](auto reader) {
                 if constexpr (PANELS == 1 && !Layout::INTEGERS)
                     if (rows > ROWS) {
-                        const Announcing<typename Layout::Element> announcing{reader, &next};
+                        const Announcing<typename Layout::Element> announcing{reader, &after};
                         return product(left, steps, announcing, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
                     }
                 product<PANELS>(left, steps, reader, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
             });
             k = stop;
         } while (k < steps);
+    }
+
+    Next lines_of(int64_t panel) const {
+        const int64_t bytes = steps * Layout::BYTES;
+        const char* begin = (const char*)w.packed + panel * bytes;
+        return {begin, begin + bytes};
+    }
+
+    // The outputs from `output` on, of their sums.
+    floats finished(const float* sums, int64_t output) const {
+        floats y = load(sums);
+        if (Layout::INTEGERS && !Layout::GROUPS) y *= load((const float*)w.scales + output);
+        if (m.bias) y += load((const T*)m.bias + output, w.outputs - output);
+        return y;
+    }
+
+    void put(int64_t panel, int64_t first_row, int64_t rows, const float* sums, int64_t stride) const {
         for (int64_t row = 0; row < rows; row++)
-            for (int64_t v = 0; v < WIDTH; v += LANES) {
-                const int64_t output = (v < COLUMNS ? panel : second - 1) * COLUMNS + v, count = w.outputs - output;
+            for (int64_t v = 0; v < COLUMNS; v += LANES) {
+                const int64_t output = panel * COLUMNS + v, count = w.outputs - output;
                 if (count <= 0) continue;
-                floats y = load(sums + row * WIDTH + v);
-                if (Layout::INTEGERS && !Layout::GROUPS) y *= load((const float*)w.scales + output);
-                if (m.bias) y += load((const T*)m.bias + output, count);
+                const floats y = finished(sums + row * stride + v, output);
                 const int64_t to = (first_row + row) * w.outputs + output;
                 m.out_is_fp32 ? store((float*)m.out + to, y, count) : store((T*)m.out + to, y, count);
             }
     }
 
-    // What this thread computes after `panel`, if the threads keep pace.
-    Next after(int64_t panel) const {
-        const int64_t bytes = steps * Layout::BYTES;
-        const char* begin = (const char*)w.packed + (panel + m.threads) % w.panels() * bytes;
-        return {begin, begin + bytes};
+    void put_gated(int64_t panel, int64_t first_row, int64_t rows, const float* gates, const float* sums, int64_t stride) const {
+        const int64_t outputs = w.outputs / 2;
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t v = 0; v < COLUMNS; v += LANES) {
+                const int64_t output = panel * COLUMNS + v;
+                const floats gate = rounded<T>(finished(gates + row * stride + v, output));
+                const floats up = rounded<T>(finished(sums + row * stride + v, outputs + output));
+                store((T*)m.out + (first_row + row) * outputs + output, silu(gate) * up);
+            }
     }
 
     // Where what is read in one go ends that begins with step k.

@@ -142,7 +142,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.ops.gate(self.gate_up(x)))
+        return self.down(self.ops.gated(self.gate_up, x))
 
 
 class DecoderLayer(nn.Module):

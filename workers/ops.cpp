@@ -110,8 +110,7 @@ EXPORT int64_t quadriga_gate(const int64_t* arguments, Member* member) {
                 const T* gate = (const T*)g.gate_up + row * 2 * g.size;
                 for (int64_t i = 0; i < g.size; i += LANES) {
                     const floats x = load(gate + i, g.size - i), up = load(gate + g.size + i, g.size - i);
-                    const floats y = x / (1.f + exponential(-x)) * up;
-                    store((T*)g.out + row * g.size + i, y, g.size - i);
+                    store((T*)g.out + row * g.size + i, silu(x) * up, g.size - i);
                 }
             }
         });

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from attention.backend import Backend
 from attention.cache import Scales
 from attention.native import FORMATS, call, empty, float_bits
+from parallel.layers import ColumnParallelLinear
 from workers.kernels import Kernels
 from workers.noise import gumbel_noise
+from workers.products import PackedProducts
 from workers.rope import rotate
 
 logger = logging.getLogger("quadriga.worker")
@@ -36,6 +38,9 @@ class Ops(Protocol):
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[n, 2 size] -> [n, size]: SiLU of the first half times the second."""
+
+    def gated(self, linear: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        """gate(linear(x))."""
 
     def gather(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """table[rows]."""
@@ -77,6 +82,9 @@ class TorchOps:
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gated(self, linear: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(linear(x))
 
     def gather(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return table[rows]
@@ -126,6 +134,12 @@ class CompiledOps(TorchOps):
             *(0 if delta is None else delta.data_ptr(), weight.data_ptr(), float_bits(eps), out.data_ptr()),
         )
         return out
+
+    def gated(self, linear: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
+        matrix = linear.matrix
+        if isinstance(matrix.products, PackedProducts) and matrix.products.can_gate(matrix):
+            return matrix.products.multiply_gated(matrix, x, linear.bias)
+        return super().gated(linear, x)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = len(gate_up), gate_up.shape[1] // 2

@@ -46,15 +46,36 @@ class PackedProducts:
     def multiply(
         self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, wide: bool = False
     ) -> torch.Tensor:
-        x = x.contiguous()
         out = empty((*x.shape[:-1], matrix.outputs), torch.float32 if wide else x.dtype)
+        self._multiply(matrix, x.contiguous(), bias, out, wide=wide)
+        return out
+
+    @staticmethod
+    def can_gate(matrix: Matrix) -> bool:
+        """Whether gates and what they let through lie in panels of their own."""
+        return matrix.outputs % (2 * COLUMNS) == 0
+
+    def multiply_gated(self, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """SiLU of the product's first half times its second, [..., outputs / 2], rounded as if in two steps."""
+        out = empty((*x.shape[:-1], matrix.outputs // 2), x.dtype)
+        self._multiply(matrix, x.contiguous(), bias, out, gated=True)
+        return out
+
+    def _multiply(
+        self,
+        matrix: Matrix,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        wide: bool = False,
+        gated: bool = False,
+    ) -> None:
         call(
             self.kernels.multiply,
             *(FORMATS[x.dtype], torch.get_num_threads(), x.data_ptr(), math.prod(x.shape[:-1])),
-            *(0 if bias is None else bias.data_ptr(), out.data_ptr(), int(wide)),
+            *(0 if bias is None else bias.data_ptr(), out.data_ptr(), int(wide), int(gated)),
             *_weight(matrix, matrix.weight, matrix.scales),
         )
-        return out
 
     def lookup(self, matrix: Matrix, ids: torch.Tensor, first_id: int) -> torch.Tensor:
         out = empty((len(ids), matrix.inputs), matrix.dtype)

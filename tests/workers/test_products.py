@@ -9,8 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel.layers import Matrix, TorchProducts
+from attention.native import Recording
+from parallel.layers import ColumnParallelLinear, Matrix, TorchProducts
 from tests.workers.compiled import DTYPES, assert_product, kernels_or_skip, poisoned, randn
+from workers.ops import CompiledOps, TorchOps
 from workers.products import PackedProducts, settle_products
 
 KERNELS = kernels_or_skip()
@@ -114,3 +116,29 @@ def test_products_are_settled_by_measurement_and_the_log_says_how(caplog: pytest
     assert "64x32" in caplog.text
     assert torch.equal(shared.lookup(torch.arange(64), 0), weight)  # tied, and packed once only
     assert len({type(part.products) for part in (shared, model[2])}) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 12, 13, 100])
+def test_gated_outputs_are_to_the_bit_those_of_two_steps(dtype: torch.dtype, has_bias: bool, rows: int) -> None:
+    packed, _ = matrix(192, 40, dtype)
+    x, bias = randn(rows, 40, dtype=dtype, seed=1), randn(192, dtype=dtype) if has_bias else None
+    expected = CompiledOps(KERNELS).gate(packed(x, bias))
+    result = packed.products.multiply_gated(packed, x, bias)
+    assert result.dtype == dtype
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("size", "is_one_step"), [(64, True), (33, False)])
+def test_gates_that_share_a_panel_with_others_take_two_steps(size: int, is_one_step: bool) -> None:
+    parts = [("gate", size, range(size)), ("up", size, range(size))]
+    linear = ColumnParallelLinear(40, parts, False, torch.float32, CPU)
+    linear.matrix.fill(randn(2 * size, 40, dtype=torch.float32))
+    linear.matrix.adopt(PackedProducts(KERNELS))
+    recording = Recording()
+    with recording.record():
+        CompiledOps(KERNELS).gated(linear, randn(3, 40, dtype=torch.float32))
+    assert len(recording.calls) == (1 if is_one_step else 2)
+    x = randn(3, 40, dtype=torch.float32)
+    torch.testing.assert_close(CompiledOps(KERNELS).gated(linear, x), TorchOps().gated(linear, x))

@@ -18,6 +18,7 @@ from tests.models import make_tiny_model
 from tests.workers.compiled import DTYPES, Fp32Scales, assert_product, kernels_or_skip, poisoned, quantized, randn
 from workers.architecture import read_architecture
 from workers.model import Decoder, make_shard
+from workers.ops import CompiledOps
 from workers.products import QUANTIZATIONS, PackedProducts, Packer, quantize
 
 KERNELS = kernels_or_skip()
@@ -134,3 +135,11 @@ def test_linears_and_head_become_integers_and_an_embedding_of_its_own_does_not(
         assert isinstance(embed.products, PackedProducts)
         assert down.weight.numel() == -(-down.outputs // 32) * 32 * down.inputs // 2
         assert not caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 100])
+def test_gated_outputs_are_to_the_bit_those_of_two_steps(kind: Quantization, rows: int) -> None:
+    packed, _ = quantized(KERNELS, 128, 96, range(96), torch.bfloat16, kind)
+    x = randn(rows, 96, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(packed.products.multiply_gated(packed, x), CompiledOps(KERNELS).gate(packed(x)))
