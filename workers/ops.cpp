@@ -20,16 +20,14 @@ static void norm_row(T* x, const T* delta, const T* weight, float eps, int64_t s
     for (int64_t i = 0; i < size; i += LANES) {
         floats v = load(x + i, size - i);
         if (delta) {
-            store(x + i, v + load(delta + i, size - i), size - i);
-            v = load(x + i, size - i);  // rounded, as the next layers will see it
+            v = rounded<T>(v + load(delta + i, size - i));  // as the next layers will see it
+            store(x + i, v, size - i);
         }
         squares += v * v;
     }
     const float factor = 1.f / std::sqrt(sum(squares) / size + eps);
-    for (int64_t i = 0; i < size; i += LANES) {
-        store(out + i, load(x + i, size - i) * factor, size - i);
-        store(out + i, load(out + i, size - i) * load(weight + i, size - i), size - i);
-    }
+    for (int64_t i = 0; i < size; i += LANES)
+        store(out + i, rounded<T>(load(x + i, size - i) * factor) * load(weight + i, size - i), size - i);
 }
 
 EXPORT int64_t quadriga_norm(const int64_t* arguments, Member* member) {
