@@ -282,10 +282,10 @@ private:
         const int64_t columns = (keys + COLUMNS - 1) / COLUMNS * COLUMNS;
         float* scores = memory.scores.data();
         if constexpr (PAIRS) {
-            const Asking<uint32_t> right{transposed, &memory.ahead};
+            const Asking<uint32_t, Ahead> right{transposed, &memory.ahead};
             wide_product(head.pairs, width, right, KEYS, width, scores, KEYS, false, rows, columns);
         } else {
-            const Asking<float> right{(float*)transposed, &memory.ahead};
+            const Asking<float, Ahead> right{(float*)transposed, &memory.ahead};
             wide_product(head.query, width, right, KEYS, width, scores, KEYS, false, rows, columns);
         }
     }
@@ -330,7 +330,7 @@ private:
                 const __m512i odd = j + 1 < keys ? _mm512_maskz_loadu_epi16(there, values[j + 1] + d) : __m512i{};
                 pair_up(even, odd, memory.paired.data() + j / 2 * padded + d);
             }
-        const Asking<uint32_t> right{memory.paired.data(), &memory.ahead};
+        const Asking<uint32_t, Ahead> right{memory.paired.data(), &memory.ahead};
         wide_product((const uint32_t*)memory.scores.data(), KEYS, right, padded, (keys + 1) / 2, head.sums, padded,
                      true, rows_of(unit), padded);
 #endif

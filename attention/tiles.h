@@ -70,6 +70,7 @@ public:
     }
     void add(const char* row, int64_t rows) { runs.push_back({row, rows}); }
 
+    void ask() { ask<2>(); }  // with a step of a product
     template <int COUNT>
     void ask() {
         for (int i = 0; i < COUNT; i++, offset += LINE) {
@@ -99,25 +100,6 @@ private:
     int64_t left = 0, bytes = 0, stride = 0, offset = 0;
     const char* row = nullptr;
 };
-
-// The right side of a product, with lines to ask for at every step of depth.
-template <class B>
-struct Asking {
-    const B* at;
-    Ahead* ahead;
-
-    Asking operator+(int64_t columns) const { return {at + columns, ahead}; }
-    void operator+=(int64_t stride) { at += stride; }
-};
-template <class B>
-static inline auto take(Asking<B> b) {
-    return take(b.at);
-}
-template <class B>
-static inline void look_ahead(Asking<B> b) {
-    Ahead& ahead = *b.ahead;
-    ahead.ask<2>();
-}
 
 // As many columns at once as there are registers for the sums.
 template <class A, class B>

@@ -225,6 +225,24 @@ static inline floats step(floats sum, uint32_t a, __m512i b) {
 }
 #endif
 
+// The right side of a product, with lines of memory to ask for at every step of depth.
+template <class B, class Lines>
+struct Asking {
+    const B* at;
+    Lines* lines;
+
+    Asking operator+(int64_t columns) const { return {at + columns, lines}; }
+    void operator+=(int64_t stride) { at += stride; }
+};
+template <class B, class Lines>
+static inline auto take(Asking<B, Lines> b) {
+    return take(b.at);
+}
+template <class B, class Lines>
+static inline void look_ahead(Asking<B, Lines> b) {
+    b.lines->ask();
+}
+
 // c [R, PANELS * COLUMNS] (+)= a [R, depth] times b [depth, PANELS * COLUMNS]. The sums run over depth in order, whatever R is, so that
 // a row's result does not depend on how many rows are computed with it.
 template <int PANELS, int R, class A, class B>

@@ -93,25 +93,12 @@ static void lookup(const Lookup& l, Member* member) {
 // The panel that is computed next. A step asks for one of its lines, lest it comes from memory when all wait for it.
 struct Next {
     const char *at, *end;
-};
-template <class Element>
-struct Announcing {
-    const Element* at;
-    Next* next;
 
-    Announcing operator+(int64_t columns) const { return {at + columns, next}; }
-    void operator+=(int64_t stride) { at += stride; }
+    void ask() {
+        __builtin_prefetch(at, 0, 2);
+        at += at < end ? LINE : 0;
+    }
 };
-template <class Element>
-static inline auto take(Announcing<Element> reader) {
-    return take(reader.at);
-}
-template <class Element>
-static inline void look_ahead(Announcing<Element> reader) {
-    Next& next = *reader.next;
-    __builtin_prefetch(next.at, 0, 2);
-    next.at += next.at < next.end ? LINE : 0;
-}
 
 // gated: the first half of the outputs are gates of the second, and out [rows, outputs / 2] is SiLU(gate) * what it lets
 // through; the halves are whole panels.
@@ -213,8 +200,8 @@ private:
             with_reader<PANELS>(panel, second, k, [&](auto reader) {
                 if constexpr (PANELS == 1 && !Layout::INTEGERS)
                     if (rows > ROWS) {
-                        const Announcing<typename Layout::Element> announcing{reader, &after};
-                        return product(left, steps, announcing, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
+                        const Asking<typename Layout::Element, Next> asking{reader, &after};
+                        return product(left, steps, asking, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
                     }
                 product<PANELS>(left, steps, reader, Layout::STRIDE, stop - k, sums, WIDTH, k > 0, rows);
             });
