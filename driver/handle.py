@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from numbers import Integral
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tqdm import tqdm
 
@@ -23,7 +24,7 @@ from driver.config import ConfigError
 from driver.engine import Update
 from driver.intake import BYTES, paired
 from driver.link import MAX_OUTSTANDING, Call, Link
-from driver.mailbox import Mailbox
+from driver.mailbox import Doorbell, Mailbox
 from driver.results import Completion, Increment, Prompt, Stream
 from driver.wire import Ask, ServiceUnavailable
 from parallel.channel import ChannelAddress
@@ -59,6 +60,7 @@ class Client:
     ) -> None:
         """The parameters are those of driver.link.Link."""
         self._link = Link(locate, reconnect_seconds, owner, max_outstanding)
+        self._bells: WeakValueDictionary[asyncio.AbstractEventLoop, Doorbell] = WeakValueDictionary()
 
     @classmethod
     def connect(cls, name: str = "llm", address: str = "auto", reconnect_seconds: float = 120.0) -> Client:
@@ -108,8 +110,12 @@ class Client:
     ) -> AsyncIterator[Increment]:
         """`stream` for asyncio; leaving the loop early aborts the request."""
         updates: asyncio.Queue[Update] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        call = self._link.submit(_ask(prompt, params), lambda update: _post(loop, updates, update), wait)
+        bell = self._bell()
+
+        def put(update: Update) -> None:
+            bell.ring(functools.partial(updates.put_nowait, update))
+
+        call = self._link.submit(_ask(prompt, params), put, wait)
         ended = False
         try:
             while not ended:
@@ -128,7 +134,7 @@ class Client:
         What comes for a stream while the reader is busy is joined to one increment, so that a slow reader costs no
         more memory than the texts. The first error ends all of it; so does leaving the loop early.
         """
-        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(self._bell())
         calls: list[Call] = []
         left = set(range(len(prompts)))
         try:
@@ -224,12 +230,16 @@ class Client:
 
     async def _acollect(self, asks: list[Ask], single: bool, wait: bool) -> Completion | list[Completion]:
         updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        bell = self._bell()
+
+        def put(at: int, update: Update) -> None:
+            bell.ring(functools.partial(updates.put_nowait, (at, update)))
+
         calls: list[Call] = []
         completions: list[Completion] = []
         left = len(asks)
         try:
-            self._submit(asks, lambda at, update: _post(loop, updates, (at, update)), wait, calls, completions)
+            self._submit(asks, put, wait, calls, completions)
             while left:
                 at, update = await updates.get()
                 completions[at].take(update)
@@ -252,6 +262,11 @@ class Client:
             prompt = ask.prompt if isinstance(ask.prompt, str) else None
             completions.append(Completion(prompt, submitted=time.perf_counter()))
             calls.append(self._link.submit(ask, functools.partial(put, at), wait))
+
+    def _bell(self) -> Doorbell:
+        """Of the running loop: one for all its requests, whose news come together."""
+        loop = asyncio.get_running_loop()
+        return self._bells.setdefault(loop, Doorbell(loop))
 
     def _give_up(self, calls: Sequence[Call]) -> None:
         for call in calls:
@@ -285,13 +300,6 @@ def _results(calls: Sequence[Call], completions: list[Completion], single: bool)
         if error is not None and (single or not isinstance(error, InvalidRequest)):
             raise error
     return completions[0] if single else completions
-
-
-def _post(loop: asyncio.AbstractEventLoop, updates: asyncio.Queue, item: Any) -> None:
-    try:
-        loop.call_soon_threadsafe(updates.put_nowait, item)
-    except RuntimeError:
-        return  # the loop is closed: nobody reads any more
 
 
 def _abort_quietly(link: Link, call: Call) -> None:

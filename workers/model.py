@@ -88,7 +88,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, name: str, layer: int, arch: Architecture, shard: Shard) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, arch.head_dim
+        self.layer, self.head_dim, self.ops = layer, arch.head_dim, shard.ops
         self.window, self.rotary = arch.windows[layer], arch.rotary_layers[layer]
         q, kv = _columns(shard.heads.q_heads, arch.head_dim), _columns(shard.heads.kv_heads, arch.head_dim)
         q_size, kv_size = arch.num_q_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -112,11 +112,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(f"{name}.q_norm", arch.head_dim, arch.rms_norm_eps, shard) if arch.qk_norm else None
         self.k_norm = RMSNorm(f"{name}.k_norm", arch.head_dim, arch.rms_norm_eps, shard) if arch.qk_norm else None
 
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """wanted: as in DecoderLayer."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.qkv.sizes, dim=-1))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.out(attend(self.layer, q, k, v, rotary if self.rotary else None, self.window).flatten(1))
+        attended = attend(self.layer, q, k, v, rotary if self.rotary else None, self.window).flatten(1)
+        return self.out(attended if wanted is None else self.ops.gather(attended, wanted))
 
 
 class MLP(nn.Module):
@@ -152,13 +156,24 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(f"{name}.self_attn", layer, arch, shard)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", arch.hidden_size, arch.rms_norm_eps, shard)
         self.mlp = MLP(f"{name}.mlp", arch, shard)
+        self.ops = shard.ops
 
     def forward(
-        self, x: torch.Tensor, delta: torch.Tensor | None, rotary: Rotary, attend: Attend
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotary: Rotary,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: the residual stream; delta: what the layer before adds to it. Returns both for the next layer."""
+        """x: the residual stream; delta: what the layer before adds to it. Returns both for the next layer.
+
+        wanted: [s] int64, the tokens that are computed to the end; of the others only keys and values are left.
+        """
         x, normed = self.input_norm.add(x, delta)
-        x, normed = self.mlp_norm.add(x, self.attention(normed, rotary, attend))
+        delta = self.attention(normed, rotary, attend, wanted)
+        x = x if wanted is None else self.ops.gather(x, wanted)
+        x, normed = self.mlp_norm.add(x, delta)
         return x, self.mlp(normed)
 
 
@@ -203,11 +218,21 @@ class Decoder(nn.Module):
         # A tied head may be stored twice, and old checkpoints carry their rotary frequencies.
         checkpoint.finish(ignorable=("rotary_emb.inv_freq", *(["lm_head.weight"] if self.head.tied else [])))
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """wanted: [s] int64, the tokens whose hidden states are asked for, [s, hidden]; None for all. The last layer
+        leaves the others' out, a prompt's but for its last token's."""
         x, delta = self.embed(token_ids), None
         rotary = self.rotary(positions)
-        for layer in self.layers:
+        *before, last = self.layers
+        for layer in before:
             x, delta = layer(x, delta, rotary, attend)
+        x, delta = last(x, delta, rotary, attend, wanted)
         return self.norm.add(x, delta)[1]
 
 

@@ -199,7 +199,15 @@ class ModelRunner:
         hidden = self.graphs.run(inputs) if self.graphs else None
         return self._forward(inputs.token_ids, inputs.positions, inputs.metadata) if hidden is None else hidden
 
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """wanted: as in Decoder.forward."""
+
         def attend(
             layer: int,
             query: torch.Tensor,
@@ -212,7 +220,7 @@ class ModelRunner:
             query = self.ops.store(query, key, value, rotary, pages, metadata.slot_mapping, self.backend, scales)
             return self.backend.attend(query, pages, metadata, window, scales)
 
-        return self.model(token_ids, positions, attend)
+        return self.model(token_ids, positions, attend, wanted)
 
     def _compute(self, function: Callable[[StepInputs], torch.Tensor], inputs: StepInputs) -> torch.Tensor:
         """function(inputs), in one go where that can be done. The result is good until the next step."""
@@ -230,9 +238,12 @@ class ModelRunner:
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         """[s, own ids] fp32 logits of the sampled tokens."""
-        hidden = self.hidden_states(inputs)
-        if inputs.metadata.prefill:  # of decodes alone, every token is sampled
-            hidden = self.ops.gather(hidden, inputs.sampled_tokens)
+        wanted = inputs.sampled_tokens if inputs.metadata.prefill else None  # of decodes alone, every token is sampled
+        hidden = self.graphs.run(inputs) if self.graphs else None
+        if hidden is None:
+            hidden = self._forward(inputs.token_ids, inputs.positions, inputs.metadata, wanted)
+        elif wanted is not None:
+            hidden = self.ops.gather(hidden, wanted)
         return self.model.head(hidden)
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, extras: PendingExtras) -> torch.Tensor:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from driver.engine import Update
-from driver.mailbox import Mailbox
+from driver.mailbox import Doorbell, Mailbox
 from scheduler.logprobs import TokenLogprobs
 
 
@@ -17,7 +17,7 @@ def update(token: int, reason: str | None = None, scored: bool = False) -> Updat
 
 def test_what_is_not_taken_is_joined_for_each_request() -> None:
     async def run() -> list[tuple[int, Update]]:
-        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(Doorbell(asyncio.get_running_loop()))
         for token in range(100):
             mailbox.put(token % 2, update(token, "length" if token > 97 else None, scored=token % 2 == 0))
         return await mailbox.take()
@@ -32,7 +32,7 @@ def test_what_is_not_taken_is_joined_for_each_request() -> None:
 
 def test_the_prompts_log_probabilities_are_kept() -> None:
     async def run() -> Update:
-        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox = Mailbox(Doorbell(asyncio.get_running_loop()))
         first = Update("r", "", [], None, 0.0, prompt_logprobs=[None, TokenLogprobs(3, -2.0)])
         mailbox.put(0, first)
         mailbox.put(0, update(1))
@@ -46,7 +46,7 @@ def test_nothing_is_lost_between_threads() -> None:
     count = 20_000
 
     async def run() -> list[int]:
-        mailbox, taken = Mailbox(asyncio.get_running_loop()), []
+        mailbox, taken = Mailbox(Doorbell(asyncio.get_running_loop())), []
         putting = threading.Thread(target=lambda: [mailbox.put(0, update(token)) for token in range(count)])
         putting.start()
         while len(taken) < count:
@@ -61,6 +61,33 @@ def test_nothing_is_lost_between_threads() -> None:
 
 def test_news_for_a_closed_loop_are_dropped() -> None:
     loop = asyncio.new_event_loop()
-    mailbox = Mailbox(loop)
+    mailbox = Mailbox(Doorbell(loop))
     loop.close()
     mailbox.put(0, update(1))
+
+
+class CountingLoop:
+    """Counts how often it is woken, and calls what it was woken for when told to."""
+
+    def __init__(self) -> None:
+        self.woken = []
+
+    def call_soon_threadsafe(self, function) -> None:
+        self.woken.append(function)
+
+    def is_closed(self) -> bool:
+        return False
+
+
+def test_a_loop_is_woken_once_for_all_that_come_before_it_is_there() -> None:
+    loop, called = CountingLoop(), []
+    bell = Doorbell(loop)
+    for number in range(5):
+        bell.ring(lambda number=number: called.append(number))
+    assert (len(loop.woken), called) == (1, [])
+    loop.woken[0]()
+    assert called == list(range(5))
+    bell.ring(lambda: called.append(5))
+    assert len(loop.woken) == 2
+    loop.woken[1]()
+    assert called == list(range(6))

@@ -156,6 +156,27 @@ def test_replayed_steps_are_the_same_to_the_bit(folder: Path, dtype: str, count:
             assert torch.equal(result, wanted)
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_the_last_layer_leaves_out_what_nobody_asks_for(folder: Path, replayed: bool) -> None:
+    """Logits and cache are the same to the bit as with all tokens computed to the end, for fewer rows."""
+    lazy, whole = (runner(folder, TensorParallelGroup(), "bfloat16") for _ in range(2))
+    rows: list[int] = []
+    for layer in lazy.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda mlp, inputs: rows.append(len(inputs[0])))
+    with threads(2), torch.inference_mode():
+        for inputs in (prompts([7, 3, 9, 5]), *MIXED[2:]):
+            rows.clear()
+            result = (lazy._compute(lazy._logits, inputs) if replayed else lazy._logits(inputs)).clone()
+            tokens, sampled = len(inputs.token_ids), len(inputs.sampled_tokens)
+            recorded_before = replayed and not rows
+            assert recorded_before or rows == [tokens] * (len(rows) - 1) + [sampled]
+            assert sampled < tokens
+            hidden = whole.hidden_states(inputs)[inputs.sampled_tokens]
+            assert torch.equal(result, whole.model.head(hidden))
+    for one, other in zip(lazy.cache.layers, whole.cache.layers, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_replayed_steps_of_integer_weights_are_the_same_to_the_bit(folder: Path, quantization: str, count: int) -> None:
