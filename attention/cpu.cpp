@@ -8,7 +8,7 @@
 // A row's context is cut into spans of SPAN keys, whose results are merged in order. Those of a single query may be units
 // of their own, which any threads compute; who finishes last merges. Tiles and spans depend on positions alone and every
 // sum has one order, so that a row's result is the same to the bit whatever threads, neighbours and chunks there are.
-#include "tiles.h"
+#include "softmax.h"
 
 constexpr int SPAN = 256, MOST_ROWS = 96;
 constexpr int64_t TILE_BYTES = 64 << 10;  // at most, of the keys and values of a unit with several heads
@@ -36,35 +36,19 @@ struct Unit {
     int64_t partial, span, spans;
 };
 
-// What a unit knows of one head: the queries, widened or as pairs, and what has become of the keys so far.
+// What a unit knows of one head: the queries, widened or as pairs, and what has become of the span and of those before it.
 struct Head {
     int64_t number;
-    float *query, *sums, *top, *total, *merged;
+    Running now;
+    float *query, *merged;
     uint32_t* pairs;
 };
 
 struct Memory {
-    std::vector<float> query, keys, values, scores, sums, top, total, merged;
+    std::vector<float> query, keys, values, scores, sums, top, total, fades, merged;
     std::vector<uint32_t> pairs, transposed, paired;
     Ahead ahead;
 };
-
-// Merges the result of a span into that of the spans before it: top, total, sums [padded]. One function for all, lest
-// the compiler round differently here and there.
-__attribute__((noinline)) static void merge_span(float* merged, float top, float total, const float* sums, int64_t padded) {
-    const float highest = std::max(merged[0], top);
-    if (highest == -INFINITY) return;  // no key has been seen
-    const float fade = exponential(spread(merged[0] - highest))[0], weight = exponential(spread(top - highest))[0];
-    merged[0] = highest;
-    merged[1] = merged[1] * fade + total * weight;
-    for (int64_t d = 2; d < padded + 2; d += LANES)
-        store(merged + d, load(merged + d) * fade + load(sums + d - 2) * weight);
-}
-
-static void clear_span(float* merged, int64_t padded) {
-    std::fill(merged, merged + padded + 2, 0.f);
-    merged[0] = -INFINITY;
-}
 
 template <class T>
 class Attention {
@@ -207,13 +191,12 @@ private:
             list_ahead(last ? next : unit, last ? next.first_key : first + KEYS, memory.ahead);
             for (int64_t i = 0; i < unit.heads; i++) {
                 const Head head = head_of(unit, i, memory);
-                if (first % SPAN == 0 || first == unit.first_key) {
-                    std::fill(head.sums, head.sums + rows * padded, 0.f);
-                    std::fill(head.top, head.top + rows, -INFINITY);
-                    std::fill(head.total, head.total + rows, 0.f);
-                }
+                if (first % SPAN == 0 || first == unit.first_key) head.now.clear(rows, padded);
                 score(unit, head, first, keys, memory);
-                soften(unit, head, first, memory.scores.data());
+                soften<PAIRS>(memory.scores.data(), rows, scale, first, head.now, padded, memory.fades, [&](int64_t r) {
+                    const int64_t position = position_of(unit, r);
+                    return std::pair(a.window ? position - a.window + 1 : 0, std::min(position + 1, unit.end_key));
+                });
                 if constexpr (PAIRS)
                     sum_pairs(unit, head, first, keys, memory);
                 else if (rows <= FEW_ROWS && dim == padded)
@@ -222,7 +205,7 @@ private:
                     sum_many(unit, head, first, keys, memory);
                 if ((first + KEYS) % SPAN == 0 || last)
                     for (int64_t r = 0; r < rows; r++)
-                        merge_span(head.merged + r * wide, head.top[r], head.total[r], head.sums + r * padded, padded);
+                        merge_span(head.merged + r * wide, head.now.top[r], head.now.total[r], head.now.sums + r * padded, padded);
             }
         }
         finish(unit, memory);
@@ -247,10 +230,8 @@ private:
     Head head_of(const Unit& unit, int64_t i, Memory& memory) const {
         const int64_t row = i * rows_of(unit);
         return {unit.head + i,
+                {memory.top.data() + row, memory.total.data() + row, memory.sums.data() + row * padded},
                 memory.query.data() + row * padded,
-                memory.sums.data() + row * padded,
-                memory.top.data() + row,
-                memory.total.data() + row,
                 memory.merged.data() + row * wide,
                 memory.pairs.data() + row * padded / 2};
     }
@@ -331,7 +312,7 @@ private:
                 pair_up(even, odd, memory.paired.data() + j / 2 * padded + d);
             }
         const Asking<uint32_t, Ahead> right{memory.paired.data(), &memory.ahead};
-        wide_product((const uint32_t*)memory.scores.data(), KEYS, right, padded, (keys + 1) / 2, head.sums, padded,
+        wide_product((const uint32_t*)memory.scores.data(), KEYS, right, padded, (keys + 1) / 2, head.now.sums, padded,
                      true, rows_of(unit), padded);
 #endif
     }
@@ -341,7 +322,7 @@ private:
         each_run(unit, head.number, first, keys, [&](int64_t i, int64_t count, int64_t entry) {
             for (int64_t d = 0; d < dim; d += COLUMNS)
                 product(memory.scores.data() + i, KEYS, (const T*)a.value_pages + entry + d, stride, count,
-                        head.sums + d, padded, true, rows);
+                        head.now.sums + d, padded, true, rows);
         });
     }
 
@@ -352,58 +333,8 @@ private:
             for (int64_t j = i; j < i + count; j++, value += a.kv_heads * dim) widen(value, values + j * padded);
         });
         for (int64_t d = 0; d < padded; d += COLUMNS)
-            product(memory.scores.data(), KEYS, values + d, padded, keys, head.sums + d, padded, true,
+            product(memory.scores.data(), KEYS, values + d, padded, keys, head.now.sums + d, padded, true,
                     rows_of(unit));
-    }
-
-    // Scores become weights relative to the row's running maximum, and older sums follow that maximum.
-    void soften(const Unit& unit, const Head& head, int64_t first, float* scores) const {
-        for (int64_t r = 0; r < rows_of(unit); r++, scores += KEYS) {
-            const int64_t position = position_of(unit, r);
-            const int64_t from = a.window ? position - a.window + 1 : 0, to = std::min(position + 1, unit.end_key);
-            const bool all_seen = from <= first && first + KEYS <= to;
-            floats best = spread(-INFINITY);
-            for (int64_t j = 0; j < KEYS; j += LANES) {
-                floats scaled = load(scores + j) * scale;
-                if (!all_seen) {
-                    const ints key = (ints)lane_numbers() + (int32_t)(first + j);
-                    const ints seen = (key >= (int32_t)from) & (key < (int32_t)to);
-                    scaled = seen ? scaled : spread(-INFINITY);
-                }
-                store(scores + j, scaled);
-                best = larger(scaled, best);
-            }
-            const float top = std::max(head.top[r], largest(best));
-            // A row that has seen no key yet: all its weights are zero, and -inf - -inf must not be asked for.
-            const float base = top == -INFINITY ? 0.f : top;
-            floats total = {};
-            for (int64_t j = 0; j < KEYS; j += LANES)
-                total += store_weights(scores, j, exponential(load(scores + j) - base));
-            if (head.top[r] != top) {
-                const float fade = exponential(spread(head.top[r] - base))[0];
-                head.total[r] *= fade;
-                scale_row(head.sums + r * padded, fade);
-            }
-            head.total[r] += sum(total);
-            head.top[r] = top;
-        }
-    }
-
-    // Where pairs are multiplied the weights are bf16, in the first half of their row. Returns them as stored.
-    static floats store_weights(float* row, int64_t j, floats weights) {
-#if defined(BF16_PAIRS)
-        if constexpr (PAIRS) {
-            const __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)weights);
-            _mm256_storeu_si256((__m256i*)((bf16*)row + j), rounded);
-            return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
-        }
-#endif
-        store(row + j, weights);
-        return weights;
-    }
-
-    void scale_row(float* row, float factor) const {
-        for (int64_t d = 0; d < padded; d += LANES) store(row + d, load(row + d) * factor);
     }
 
     void finish(const Unit& unit, Memory& memory) {

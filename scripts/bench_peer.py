@@ -197,11 +197,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.barh([y + at * width for y in range(len(FIGURES))], shares, width, label=row["engine"])
     axes.axvline(1, color="black", linewidth=0.6)
     axes.set_yticks([y + 0.3 for y in range(len(FIGURES))], [name.replace("_", " ") for name in FIGURES])
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("times as good as the peer at its best setting")
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(fontsize=8, loc="upper center", ncols=len(rows), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
     figure.savefig(path, dpi=110)
 
 
